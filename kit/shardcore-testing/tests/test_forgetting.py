@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardcore._torch import CAN_TRACE
-from shardcore.comm import Channel
+from shardcore.comm.collectives import Channel
 from shardcore.mesh.axes import Sizes, build_mesh
 
 pytestmark = pytest.mark.nightly

@@ -19,7 +19,8 @@ from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
 from shardcore.nn import Layout, ParallelMixin
 from shardcore.plan.stages import Stages
-from shardcore.plan.steps import Recompute, Step
+from shardcore.plan.steps.base import Step
+from shardcore.plan.steps.local import Recompute
 
 __all__ = [
     "Check",

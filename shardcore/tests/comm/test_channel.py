@@ -11,7 +11,7 @@ from needs import TRACES
 from tiny import batch, build, shard, twins
 from torch import nn
 
-from shardcore.comm import Channel
+from shardcore.comm.collectives import Channel
 from shardcore.comm.dtensor_params import all_reduce_bucket
 from shardcore.comm.fp8 import Fp8Channel, pack
 from shardcore.mesh.axes import Sizes, build_mesh

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcore.comm import Channel, copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
-from shardcore.comm.collectives import chunk_bounds
+from shardcore.comm.collectives import Channel, chunk_bounds, copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
 from shardcore.errors import NotSupportedError
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcore.comm import Channel
+from shardcore.comm.collectives import Channel
 from shardcore.comm.dispatch import combine, dispatch, plan_dispatch
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardcore._torch import CAN_TRACE
-from shardcore.comm import local_tensor, read_local
-from shardcore.comm.dtensor_params import expect_dtensor, read_partial, spec_of, with_spec
+from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, read_local, read_partial, spec_of, with_spec
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.mesh.context import ShardContext
 from shardcore_testing.observing import Collectives

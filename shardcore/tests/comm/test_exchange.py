@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardcore.comm import Channel
+from shardcore.comm.collectives import Channel
 from shardcore.comm.exchange import Exchange, exchange_rows, misused
 from shardcore.errors import WrapError
 from shardcore_testing.observing import Collectives

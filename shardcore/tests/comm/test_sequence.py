@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcore.comm import Channel
+from shardcore.comm.collectives import Channel
 from shardcore.comm.sequence import (
     enter_from_sequence,
     gather_sequence,

@@ -16,7 +16,8 @@ import shardcore
 from shardcore.compile import compile_plan
 from shardcore.errors import ConfigError, PlanError
 from shardcore.nn import RowLinear
-from shardcore.plan.steps import EnterRegion, Swap
+from shardcore.plan.steps.modules import Swap
+from shardcore.plan.steps.regions import EnterRegion
 from shardcore.policy import Heads, Stages
 from shardcore.styles import region
 from shardcore_testing.parity import assert_close, assert_same_gradients

@@ -25,7 +25,9 @@ from shardcore.errors import NotSupportedError
 from shardcore.nn import FusedRMSNorm, Replicated
 from shardcore.nn.blocks import RecomputedBlock
 from shardcore.nn.region.region import Region
-from shardcore.plan.steps import EnterRegion, FreezeForInference, FuseNorm, Recompute, SetAttribute
+from shardcore.plan.steps.local import FreezeForInference, FuseNorm, Recompute
+from shardcore.plan.steps.modules import SetAttribute
+from shardcore.plan.steps.regions import EnterRegion
 from shardcore.policy import Stages
 from shardcore_testing.parity import assert_close, assert_same_gradients
 

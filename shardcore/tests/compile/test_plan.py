@@ -18,7 +18,9 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
 from shardcore.nn import ColumnLinear, Replicated, VocabEmbedding, mixins
-from shardcore.plan.steps import EnterRegion, Phase, ScopeRandomness, SetAttribute, Swap
+from shardcore.plan.steps.base import Phase
+from shardcore.plan.steps.modules import ScopeRandomness, SetAttribute, Swap
+from shardcore.plan.steps.regions import EnterRegion
 from shardcore.styles import attribute, col, head, region, replicate, vocab
 
 

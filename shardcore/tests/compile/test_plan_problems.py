@@ -14,7 +14,7 @@ from shardcore.compile import compile_plan
 from shardcore.config import GradientCheckpointConfig, ShardConfig
 from shardcore.errors import PlanError
 from shardcore.plan import Stages
-from shardcore.plan.steps import Recompute
+from shardcore.plan.steps.local import Recompute
 from shardcore.policy import Heads, Policy
 from shardcore.styles import attribute, col, head, local_heads, norm, outputs, region, replicate, row, vocab
 

@@ -10,7 +10,7 @@ from torch import nn
 from shardcore.compile import compile_plan
 from shardcore.config import GradientCheckpointConfig, ShardConfig
 from shardcore.errors import PlanError
-from shardcore.plan.steps import Recompute
+from shardcore.plan.steps.local import Recompute
 from shardcore.policy import Policy, Stages
 from shardcore.styles import replicate
 

@@ -21,7 +21,7 @@ from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.nn import blocks
 from shardcore.nn.base import with_methods
 from shardcore.nn.blocks import CompiledBlock
-from shardcore.plan.steps import Compile, Recompute
+from shardcore.plan.steps.local import Compile, Recompute
 
 
 def test_blocks_are_compiled():

@@ -18,7 +18,7 @@ import shardcore
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
-from shardcore.plan.steps import RefuseCaptured
+from shardcore.plan.steps.outputs import RefuseCaptured
 from shardcore.policy import Policy, Stages
 from shardcore.styles import attribute, outputs, per_rank, region
 from shardcore_testing.parity import assert_close, assert_same_gradients

@@ -6,12 +6,9 @@ from torch import nn
 
 from shardcore.nn import ColumnLinear, ReplicatedLayout, ShardedLayout
 from shardcore.plan.digest import to_data
-from shardcore.plan.steps import (
-    EnterRegion,
-    GatherOutputs,
-    SetAttribute,
-    Swap,
-)
+from shardcore.plan.steps.modules import SetAttribute, Swap
+from shardcore.plan.steps.outputs import GatherOutputs
+from shardcore.plan.steps.regions import EnterRegion
 
 
 def function():

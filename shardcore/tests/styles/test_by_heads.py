@@ -7,7 +7,7 @@ import torch
 from planned import plan_of, policy_of, problems_of
 from torch import nn
 
-from shardcore.plan.steps import SetAttribute
+from shardcore.plan.steps.modules import SetAttribute
 from shardcore.styles import by_heads, partial, region, replicate
 
 

@@ -8,7 +8,7 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
 from shardcore.nn.layout import ExchangedLayout, ShardedLayout
-from shardcore.plan.steps import ByRank, SetAttribute
+from shardcore.plan.steps.modules import ByRank, SetAttribute
 from shardcore.policy import HeadCounts, Heads, Policy
 from shardcore.styles import (
     attribute,

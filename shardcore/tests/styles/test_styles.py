@@ -10,7 +10,9 @@ from torch import nn
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.nn import ColumnLinear, Replicated, RowLinear, VocabEmbedding
-from shardcore.plan.steps import EnterRegion, GatherOutputs, SetAttribute, Swap
+from shardcore.plan.steps.modules import SetAttribute, Swap
+from shardcore.plan.steps.outputs import GatherOutputs
+from shardcore.plan.steps.regions import EnterRegion
 from shardcore.policy import HeadCounts, Policy
 from shardcore.styles import (
     attribute,

@@ -17,7 +17,7 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError, PlanError
 from shardcore.mesh.context import context_of
-from shardcore.plan.steps import EnterArgument, EnterRegion
+from shardcore.plan.steps.regions import EnterArgument, EnterRegion
 from shardcore.policy import Policy, Stages
 from shardcore.styles import (
     attribute,

@@ -16,7 +16,7 @@ from shardcore import Heads, Policy
 from shardcore.comm.dtensor_params import read_local
 from shardcore.nn import Layout, ParallelMixin, ShardedLayout
 from shardcore.nn.costs import Collective, Site, forward
-from shardcore.plan.steps import ApplyContext, Commit, Phase, Step
+from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
 from shardcore.policy import Rule, Scope
 from shardcore.styles import norm, region, replicate
 from shardcore_testing.parity import assert_close, assert_same_gradients

@@ -9,7 +9,7 @@ from tiny import batch, randomize
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.comm import Channel, copy_to_tp, gather_from_tp
+from shardcore.comm.collectives import Channel, copy_to_tp, gather_from_tp
 from shardcore.mesh.context import context_of
 from shardcore.nn import ParallelModule
 from shardcore.policy import Policy

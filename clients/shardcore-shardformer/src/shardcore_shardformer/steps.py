@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from shardcore.errors import ConfigError, PartlyShardedError
 from shardcore.nn.base import ParallelModule, with_methods
-from shardcore.plan.steps import ApplyContext, Commit, Step
-from shardcore.plan.steps.base import Options
+from shardcore.plan.steps.base import ApplyContext, Commit, Options, Step
 from shardcore_shardformer.foreign import distribute_local_parameters, local_problem
 
 

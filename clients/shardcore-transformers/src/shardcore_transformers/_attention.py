@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from typing_extensions import override
 
 from shardcore.errors import NotSupportedError
-from shardcore.plan.steps import ApplyContext, Commit, Step
+from shardcore.plan.steps.base import ApplyContext, Commit, Step
 from shardcore_transformers import _private
 
 _HALVES = (torch.float16, torch.bfloat16)

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from typing_extensions import override
 
 from shardcore.errors import NotSupportedError
-from shardcore.plan.steps import ApplyContext, Commit, Step
+from shardcore.plan.steps.base import ApplyContext, Commit, Step
 from shardcore_transformers import _private
 
 

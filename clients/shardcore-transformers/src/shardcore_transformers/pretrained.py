@@ -24,7 +24,7 @@ from shardcore.nn import ParallelMixin, ParallelModule
 from shardcore.nn.calls import running
 from shardcore.nn.mixin import once
 from shardcore.nn.same_inputs import SameInputs
-from shardcore.plan.steps import Step
+from shardcore.plan.steps.base import Step
 from shardcore.plugins.unserved import installing
 from shardcore.policy import ModulePolicy, Policy, Stages
 from shardcore.styles import head, replicate

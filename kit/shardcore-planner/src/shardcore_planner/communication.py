@@ -9,7 +9,7 @@ from typing_extensions import override
 from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import GroupShardedLayout, Layout
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps import Step, above
+from shardcore.plan.steps.base import Step, above
 
 __all__ = ["Collective", "collectives", "gathers_of_heads"]
 

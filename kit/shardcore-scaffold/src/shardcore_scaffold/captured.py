@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardcore.api import shard
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
-from shardcore.plan.steps import Step
+from shardcore.plan.steps.base import Step
 from shardcore_planner.simulation import simulated_ranks
 from shardcore_scaffold.draft import Draft, policy_of
 from shardcore_scaffold.facts import Facts

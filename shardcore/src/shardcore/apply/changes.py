@@ -13,7 +13,7 @@ from shardcore.nn.context.shard import ContextShard
 from shardcore.nn.layout import ExpertsLayout, GroupShardedLayout, Layout, Specs, distribute
 from shardcore.nn.sequence.shard import SequenceShard
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps import ApplyContext, Commit, above
+from shardcore.plan.steps.base import ApplyContext, Commit, above
 
 
 def prepared(model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> list[Commit]:

@@ -39,7 +39,7 @@ from shardcore.nn.root import ShardedModel, check_gradients
 from shardcore.plan import ShardPlan
 from shardcore.plan.digest import to_data
 from shardcore.plan.shard_plan import ModelPhase
-from shardcore.plan.steps import Commit
+from shardcore.plan.steps.base import Commit
 from shardcore.plugins.registry import Registry, default_registry
 from shardcore.policy import Policy
 

@@ -15,7 +15,8 @@ from shardcore.errors import Problem
 from shardcore.nn import Layout, ParallelMixin
 from shardcore.nn.context.shard import divided_attention
 from shardcore.nn.layout import ExpertsLayout
-from shardcore.plan.steps import PlanView, Step, Swap
+from shardcore.plan.steps.base import PlanView, Step
+from shardcore.plan.steps.modules import Swap
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import dotted
 

@@ -13,7 +13,8 @@ from shardcore.errors import Problem
 from shardcore.nn import ReplicatedLayout
 from shardcore.nn.outputs import CAPTURED
 from shardcore.plan import Stages
-from shardcore.plan.steps import RefuseCaptured, above
+from shardcore.plan.steps.base import above
+from shardcore.plan.steps.outputs import RefuseCaptured
 from shardcore.policy import Policy
 
 _MISSING = object()

@@ -17,7 +17,8 @@ from shardcore.config import ShardConfig
 from shardcore.errors import PlanError, Problem, ShardcoreError
 from shardcore.mesh.axes import device_type_here
 from shardcore.plan import Choice, ParameterPlan, PartPlan, ShardPlan, Stages
-from shardcore.plan.steps import ScopeRandomness, Step
+from shardcore.plan.steps.base import Step
+from shardcore.plan.steps.modules import ScopeRandomness
 from shardcore.policy import Heads, Policy
 
 

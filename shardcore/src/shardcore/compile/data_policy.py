@@ -24,7 +24,7 @@ from typing_extensions import override
 from shardcore.compile.builder import RuleScope
 from shardcore.compile.mixing import LinearAt, mixed, read_by
 from shardcore.nn.linear.alike import Product, product_of
-from shardcore.plan.steps import above
+from shardcore.plan.steps.base import above
 from shardcore.policy import HeadCounts, Heads, ModulePolicy, Policy, Rule, Scope, Stages
 from shardcore.styles._finding import is_in
 from shardcore.styles.layers import (

@@ -17,7 +17,8 @@ from shardcore.errors import ConfigError, NotSupportedError, Problem
 from shardcore.plan.cut import Cut
 from shardcore.plan.digest import Choice
 from shardcore.plan.stages import Stages
-from shardcore.plan.steps import Compile, FreezeForInference, Step
+from shardcore.plan.steps.base import Step
+from shardcore.plan.steps.local import Compile, FreezeForInference
 from shardcore.policy import Policy
 
 #: The named blocks of each list.

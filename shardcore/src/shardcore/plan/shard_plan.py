@@ -28,7 +28,7 @@ from shardcore.nn import Layout
 from shardcore.nn.layout import ExpertsLayout, ReplicatedLayout
 from shardcore.plan.digest import Choice, to_data
 from shardcore.plan.stages import Stages
-from shardcore.plan.steps import Step, above
+from shardcore.plan.steps.base import Step, above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

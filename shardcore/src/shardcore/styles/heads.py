@@ -11,7 +11,7 @@ from shardcore.nn import Replicated, RowLinear
 from shardcore.nn.attention import Of, SplitAttention, output_options
 from shardcore.nn.linear.bias import BiasLinear
 from shardcore.nn.over_heads import NormOverHeads
-from shardcore.plan.steps import SliceArgument
+from shardcore.plan.steps.regions import SliceArgument
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, heads_of, written
 from shardcore.styles.columns import Order, Role

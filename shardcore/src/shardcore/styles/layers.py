@@ -24,7 +24,8 @@ from shardcore.nn import (
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.nn.linear.alike import product_of
 from shardcore.nn.linear.members import ParallelLinear
-from shardcore.plan.steps import ByRank, FuseNorm, SetAttribute, Swap
+from shardcore.plan.steps.local import FuseNorm
+from shardcore.plan.steps.modules import ByRank, SetAttribute, Swap
 from shardcore.policy import HeadCounts, Rule, Scope
 from shardcore.styles._finding import is_parameter, submodule, written
 

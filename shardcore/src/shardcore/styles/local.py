@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from shardcore.nn import HeadParameters, Replicated
 from shardcore.nn.layout import ShardedLayout, last_rank_is_empty
-from shardcore.plan.steps import SetAttribute
+from shardcore.plan.steps.modules import SetAttribute
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import is_parameter, number_of, written
 

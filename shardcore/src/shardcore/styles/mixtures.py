@@ -12,7 +12,7 @@ from typing_extensions import override
 from shardcore.nn.experts.expert_parallel import ExpertParallel
 from shardcore.nn.experts.tensor_parallel import Cut, ExpertTensorParallel
 from shardcore.nn.replicated import Replicated
-from shardcore.plan.steps import EnterExperts, SyncRouting
+from shardcore.plan.steps.experts import EnterExperts, SyncRouting
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, names_of, written
 

@@ -13,15 +13,15 @@ from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, ShardedLayout, VocabHead
 from shardcore.nn.layout import last_rank_is_empty
-from shardcore.plan.steps import (
+from shardcore.plan.steps.outputs import (
     CallByMethods,
-    DivideLogits,
-    EnterRegion,
     GatherOutputs,
     GatherStageAttentions,
     KeepLogitsSharded,
     TakeLoss,
 )
+from shardcore.plan.steps.regions import EnterRegion
+from shardcore.plan.steps.tokens import DivideLogits
 from shardcore.policy import Policy, Rule, Scope
 from shardcore.styles._finding import argument_of, heads_of, is_parameter, names_of, written
 

@@ -14,7 +14,9 @@ from shardcore.nn import ColumnLinear, Replicated
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.nn.linear.alike import Product, product_of
 from shardcore.nn.linear.inside import InnerRowLinear
-from shardcore.plan.steps import ByRank, EnterArgument, EnterRegion, SetAttribute, Step
+from shardcore.plan.steps.base import Step
+from shardcore.plan.steps.modules import ByRank, SetAttribute
+from shardcore.plan.steps.regions import EnterArgument, EnterRegion
 from shardcore.policy import HeadCounts, Heads, Rule, Scope
 from shardcore.styles._finding import argument_of, heads_of, is_in, is_parameter, names_of, submodule, written
 from shardcore.styles.columns import Column, Fused, FusedHeads, RegionSizes, row_target

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from shardcore.plan.steps import DivideTokens, ShardSequence
+from shardcore.plan.steps.tokens import DivideTokens, ShardSequence
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, written
 
