@@ -15,7 +15,7 @@ from trainings import Training, largest, said
 import shardcore
 from shardcore.agree import store_barrier
 from shardcore.checkpoint import folders
-from shardcore.errors import CheckpointError, ConfigError, MissingRanksError, ShardcoreWarning
+from shardcore.errors import AgreementError, CheckpointError, ConfigError, MissingRanksError, ShardcoreWarning
 
 
 def names(folder):
@@ -208,6 +208,31 @@ def a_damaged_part(folder):
 
 def test_a_damaged_part_of_the_right_size(pool, tmp_path):
     pool.run(a_damaged_part, str(tmp_path))
+
+
+class Interrupted:
+    """A schedule during which the user ends the process."""
+
+    def state_dict(self):
+        raise KeyboardInterrupt
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def an_interrupt(folder):
+    training = Training({"tp": 2})
+    if dist.get_rank() == 1:
+        with pytest.raises(KeyboardInterrupt):
+            shardcore.save_checkpoint(folder, training.model, scheduler=Interrupted())
+    else:
+        with pytest.raises(AgreementError, match=r"rank 1 failed, .* KeyboardInterrupt"):
+            shardcore.save_checkpoint(folder, training.model, scheduler=training.schedule)
+    assert names(folder) == []
+
+
+def test_an_interrupt_of_one_rank_ends_the_others(pool, tmp_path):
+    pool.run(an_interrupt, str(tmp_path))
 
 
 class Model(nn.Module):

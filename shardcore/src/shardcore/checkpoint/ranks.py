@@ -108,7 +108,7 @@ class RankGroup:
         try:
             value = work()
             report = Report(items=tuple(items(value)))
-        except Exception as error:
+        except BaseException as error:  # what ends this process too: the other ranks wait for a report
             failure = error
         with _naming_the_lost(failure):
             agree(report, failure, changing=changing, group=self.group)
