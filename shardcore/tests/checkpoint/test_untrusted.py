@@ -142,6 +142,20 @@ def test_a_list_with_a_hole(saved):
     refused(saved, "lacks a part of model.weight")
 
 
+def test_a_place_that_is_none(saved):
+    found = metadata(saved)
+    found.storage_data[next(iter(found.storage_data))] = torch.Size((1,))
+    replace(saved, ".metadata", pickle.dumps(found))
+    refused(saved, r"\.metadata cannot be read: AttributeError")
+
+
+def test_a_part_without_a_place(saved):
+    found = metadata(saved)
+    del found.storage_data[next(index for index in found.storage_data if index.fqn == "model.weight")]
+    replace(saved, ".metadata", pickle.dumps(found))
+    refused(saved, r"\.metadata does not say where all parts of model\.weight are")
+
+
 @pytest.mark.parametrize("data", [b"", b"\x80\x04", pickle.dumps({}), pickle.dumps([1])])
 def test_a_damaged_list(saved, data):
     replace(saved, ".metadata", data)

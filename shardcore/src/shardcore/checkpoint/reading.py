@@ -70,11 +70,11 @@ def _metadata(data: bytes) -> Metadata:
     """Return what ``.metadata`` says, of its bytes."""
     try:
         metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
+        _check(metadata)
     except CheckpointError:
         raise
     except Exception as error:  # of a damaged pickle: nearly any
         raise CheckpointError(f".metadata cannot be read: {type(error).__name__}: {error}") from error
-    _check(metadata)
     return metadata
 
 
@@ -87,6 +87,8 @@ def _check(metadata: Any) -> None:
     for key, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f".metadata says that {key} is no tensor; only tensors are read")
+        if any(MetadataIndex(key, chunk.offsets) not in places for chunk in entry.chunks):
+            raise CheckpointError(f".metadata does not say where all parts of {key} are")
     for info in places.values():
         if Path(info.relative_path).name != info.relative_path:
             raise CheckpointError(f".metadata names a file outside of the checkpoint: {info.relative_path}")
