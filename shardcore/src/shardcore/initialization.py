@@ -22,7 +22,7 @@ from shardcore.plugins.registry import default_registry
 from shardcore.policy import Policy
 from shardcore.weights.lazy import recording
 from shardcore.weights.materialize import materialize, part_bytes, to_meta
-from shardcore.weights.recipes import Recipe, Source
+from shardcore.weights.recipes import Recipe, constant
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -127,7 +127,7 @@ def _recipes(model: nn.Module, seed: int, build: Callable[[], nn.Module]) -> dic
         new = build()
     recipes = to_meta(new)
     for name, buffer in new.named_buffers(remove_duplicate=False):
-        recipes[name] = _there(buffer)
+        recipes[name] = constant(buffer)
     wanted = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in wanted.items():
         found = recipes.get(name)
@@ -140,7 +140,3 @@ def _recipes(model: nn.Module, seed: int, build: Callable[[], nn.Module]) -> dic
                 f"{tuple(tensor.shape)}; it has to build a model like this one"
             )
     return recipes
-
-
-def _there(tensor: torch.Tensor) -> Source:
-    return Source(tuple(tensor.shape), tensor.dtype, lambda box: tensor[tuple(slice(*ends) for ends in box)])

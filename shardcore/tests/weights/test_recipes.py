@@ -11,7 +11,7 @@ from torch import nn
 
 from shardcore.weights.boxes import Reader
 from shardcore.weights.lazy import LazyTensor, recording
-from shardcore.weights.recipes import Constant, Source, evaluate, slices, whole_box
+from shardcore.weights.recipes import Source, constant, evaluate, slices, whole_box
 
 
 def views(x):
@@ -86,7 +86,7 @@ def test_programs(program):
     with torch.no_grad():
         wanted = program(start.clone())
         with recording(0):
-            got = program(LazyTensor.of(Constant((4, 4), torch.float32, start)))
+            got = program(LazyTensor.of(constant(start)))
     assert isinstance(got, LazyTensor)
     assert torch.equal(got.evaluate(), wanted)
     assert torch.equal(got.evaluate(), wanted)  # what it is made from was not changed
@@ -275,7 +275,7 @@ def test_what_is_kept_where_it_lies(name):
         return FULL[slices(box)]
 
     with recording(0):
-        made = KEPT[name](LazyTensor.of(Source(tuple(FULL.shape), FULL.dtype, look, "", lambda box: FULL[slices(box)])))
+        made = KEPT[name](LazyTensor.of(Source(tuple(FULL.shape), FULL.dtype, look, lambda box: FULL[slices(box)])))
     first = ((0, 1), *((0, size) for size in made.shape[1:]))
     kept = Reader().kept(made.recipe, first)
     assert looked == []

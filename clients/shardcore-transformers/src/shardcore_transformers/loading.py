@@ -37,7 +37,7 @@ from shardcore.policy import Policy
 from shardcore.weights.files import Files, indexed
 from shardcore.weights.lazy import LazyTensor, recording
 from shardcore.weights.materialize import to_meta
-from shardcore.weights.recipes import Source, slices
+from shardcore.weights.recipes import constant
 from shardcore.weights.weights import Weights
 from shardcore_transformers import _private
 from shardcore_transformers.quantizing import quantize_empty, quantizer_of, refuse_packed_files
@@ -319,12 +319,8 @@ def _pickled(folder: Path, variant: str | None) -> dict[str, Tensor]:
         except Exception as error:
             raise ConfigError(f"{file} cannot be read with weights_only: {type(error).__name__}: {error}") from error
         for key, tensor in loaded.items():
-            state[key] = LazyTensor.of(_mapped(key, tensor))
+            state[key] = LazyTensor.of(constant(tensor))
     return state
-
-
-def _mapped(key: str, tensor: Tensor) -> Source:
-    return Source(tuple(tensor.shape), tensor.dtype, lambda box: tensor[slices(box)], key)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardcore.weights.recipes import Box, Call, Constant, Hole, Mutated, Recipe, Result, Source, evaluate, slices
+from shardcore.weights.recipes import Box, Call, Hole, Mutated, Recipe, Result, Source, evaluate, slices
 
 _aten: Any = torch.ops.aten
 
@@ -57,7 +57,7 @@ class Reader:
         if followed is not None:
             return followed
         self._look()
-        return recipe.tensor[slices(box)] if isinstance(recipe, Constant) else self._made(recipe)[slices(box)]
+        return self._made(recipe)[slices(box)]
 
     def _look(self) -> None:
         """Say that values are needed now."""

@@ -137,7 +137,7 @@ class Files:
         """Return the tensor ``key`` as a recipe."""
         stored = self.tensors[key]
         keep = functools.partial(self.keep, key) if stored.is_aligned else None
-        return Source(stored.shape, stored.dtype, functools.partial(self.read, key), key, keep)
+        return Source(stored.shape, stored.dtype, functools.partial(self.read, key), keep)
 
     def read(self, key: str, box: Box) -> Tensor:
         """Return a box of a tensor to be copied: a view of the file, whose pages count until it is given up.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shardcore.weights.recipes import Blank, Call, Constant, Hole, Mutated, Recipe, Result, View, evaluate
+from shardcore.weights.recipes import Call, Hole, Mutated, Recipe, Result, constant, evaluate
 
 _aten: Any = torch.ops.aten
 
@@ -69,7 +69,7 @@ class LazyTensor(Tensor):
     __slots__ = ("_like", "_memory", "_seeds", "_views")
 
     _memory: _Memory
-    _views: tuple[View, ...]
+    _views: tuple[Result, ...]  # each of the one before it, the first of the memory
     _like: Tensor  # on the meta device; shares memory there as the tensor will
     _seeds: Seeds
 
@@ -79,7 +79,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def made(
-        cls, like: Tensor, device: torch.device, memory: _Memory, seeds: Seeds, views: tuple[View, ...] = ()
+        cls, like: Tensor, device: torch.device, memory: _Memory, seeds: Seeds, views: tuple[Result, ...] = ()
     ) -> LazyTensor:
         """Return a tensor with the form of ``like``, a view of ``memory``."""
         new: LazyTensor = Tensor._make_wrapper_subclass(
@@ -105,7 +105,7 @@ class LazyTensor(Tensor):
         """How the values that it has now come about."""
         recipe = self._memory.recipe
         for view in self._views:
-            recipe = view.recipe(recipe)
+            recipe = replace(view, of=replace(view.of, tensors=(recipe,)))
         return recipe
 
     def evaluate(self) -> Tensor:
@@ -162,7 +162,7 @@ def _same(tensor: Any) -> LazyTensor | None:
     with _disable_current_modes():
         like = tensor._like.detach()
         detached = Call(_aten.detach.default, (Hole(0),), {})
-        views = (*tensor._views, View(detached, None, tuple(like.shape), like.dtype))
+        views = (*tensor._views, Result(tuple(like.shape), like.dtype, detached, None, is_view=True))
         return LazyTensor.made(like, tensor.device, tensor._memory, tensor._seeds, views)
 
 
@@ -284,7 +284,8 @@ class _Step:
         call = self._call(target)
         base = target._memory.recipe
         if not target._views and self.func in _OVERWRITE and not any(t is target for t in self.tensors[1:]):
-            base = Blank(base.shape, base.dtype, target.stride())
+            blank = Call(_aten.empty_strided.default, (base.shape, target.stride()), {"dtype": base.dtype})
+            base = Result(base.shape, base.dtype, blank, None)
         target._memory.recipe = Mutated(base.shape, base.dtype, base, target._views, call)
         return target
 
@@ -295,7 +296,7 @@ class _Step:
         call = self._call(base)
 
         def viewed(like: Tensor, at: int | None) -> LazyTensor:
-            views = (*base._views, View(call, at, tuple(like.shape), like.dtype))
+            views = (*base._views, Result(tuple(like.shape), like.dtype, call, at, is_view=True))
             return LazyTensor.made(like, base.device, base._memory, self.seeds, views)
 
         return _each(out, viewed)
@@ -333,7 +334,7 @@ def _each(out: Any, make: Any) -> Any:
 def _recipe(tensor: Tensor) -> Recipe:
     if isinstance(tensor, LazyTensor):
         return tensor.recipe
-    return Constant(tuple(tensor.shape), tensor.dtype, tensor.detach().clone())
+    return constant(tensor.detach().clone())
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from shardcore.comm.parts import blocks_of
 from shardcore.comm.raw import as_bytes
 from shardcore.weights.boxes import Reader
 from shardcore.weights.lazy import LazyTensor
-from shardcore.weights.recipes import Box, Constant, Recipe, whole_box
+from shardcore.weights.recipes import Box, Recipe, constant, whole_box
 
 #: What a tensor without values may be found in, and such a tensor itself.
 _HOLDERS = frozenset({LazyTensor, dict, list, tuple})
@@ -63,7 +63,7 @@ class _Made:
             if isinstance(old, LazyTensor):
                 recipe = old.recipe
             elif not old.is_meta:
-                recipe = Constant(tuple(old.shape), old.dtype, old.detach())
+                recipe = constant(old.detach())
             if recipe is not None:
                 meta = torch.empty(recipe.shape, dtype=recipe.dtype, device="meta")
                 new = nn.Parameter(meta, requires_grad=old.requires_grad)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,11 +46,6 @@ class Node(ABC):
         """What it needs the values of."""
         return ()
 
-    @property
-    def owned(self) -> bool:
-        """Whether what `compute` returns belongs to nobody else, so that it may be written to."""
-        return True
-
     @abstractmethod
     def compute(self, values: Sequence[Any], *, may_write: bool) -> Any:
         """Return the values, from those of `inputs`; ``may_write`` allows to change the first of them."""
@@ -70,59 +65,26 @@ class Recipe(Node):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Constant(Recipe):
-    """A tensor that is there."""
-
-    tensor: Tensor
-
-    @property
-    @override
-    def owned(self) -> bool:
-        return False
-
-    @override
-    def compute(self, values: Sequence[Any], *, may_write: bool) -> Tensor:
-        return self.tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Source(Recipe):
-    """A tensor that can be read box by box, such as one of a file.
+    """A tensor that is there and can be read box by box, such as one of a file.
 
     Attributes:
         read: returns a box of it, which may be a view of memory that others read too.
-        name: for messages.
         keep: returns a box of it as a view of a file that this process has mapped for itself: it can be kept, and
             written to, and takes no memory until it is looked at. None where there is no such file.
     """
 
     read: Callable[[Box], Tensor]
-    name: str = ""
     keep: Callable[[Box], Tensor] | None = None
-
-    @property
-    @override
-    def owned(self) -> bool:
-        return False
 
     @override
     def compute(self, values: Sequence[Any], *, may_write: bool) -> Tensor:
         return self.read(whole_box(self.shape))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Blank(Recipe):
-    """Memory that nothing was written to.
-
-    Attributes:
-        stride: of the tensor.
-    """
-
-    stride: tuple[int, ...]
-
-    @override
-    def compute(self, values: Sequence[Any], *, may_write: bool) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+def constant(tensor: Tensor) -> Source:
+    """Return the recipe of a tensor that is there."""
+    return Source(tuple(tensor.shape), tensor.dtype, lambda box: tensor[slices(box)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,33 +149,6 @@ class Hole:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """A step from a tensor to a view of it.
-
-    Attributes:
-        call: what returns the view of the tensor in hole 0.
-        at: which of its results the view is; None if it returns one tensor.
-        shape: of the view.
-        dtype: of the view.
-    """
-
-    call: Call
-    at: int | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the view of ``tensor``."""
-        out = self.call.compute([tensor])
-        viewed: Tensor = out if self.at is None else out[self.at]
-        return viewed
-
-    def recipe(self, base: Recipe) -> Result:
-        """Return the recipe of the view of the tensor of ``base``."""
-        return Result(self.shape, self.dtype, replace(self.call, tensors=(base,)), self.at, is_view=True)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Result(Recipe):
     """One tensor that a function returns.
@@ -221,7 +156,7 @@ class Result(Recipe):
     Attributes:
         of: the call.
         at: which of its results; None if it returns one tensor.
-        is_view: it shares memory with the first tensor of the call.
+        is_view: it shares memory with the first tensor of the call, which may be left open as `LazyTensor` keeps it.
     """
 
     of: Call
@@ -245,12 +180,12 @@ class Mutated(Recipe):
 
     Attributes:
         base: the tensor before.
-        views: what leads from the tensor to the one that the function is given.
+        views: what leads from the tensor to the one that the function is given; the call of each takes that before it.
         call: the function, whose hole 0 is the tensor that it writes to.
     """
 
     base: Recipe
-    views: tuple[View, ...]
+    views: tuple[Result, ...]
     call: Call
 
     @property
@@ -263,7 +198,7 @@ class Mutated(Recipe):
         base: Tensor = values[0] if may_write else values[0].clone(memory_format=torch.preserve_format)
         target = base
         for view in self.views:
-            target = view.of(target)
+            target = view.compute([view.of.compute([target])], may_write=False)
         self.call.compute([target, *values[1:]])
         return base
 
@@ -298,7 +233,7 @@ def _computed(node: Node, uses: Counter[int], values: dict[int, Any], nobody_els
         if base is not None:
             nobody_else[id(base)] = False
         return value, base is None and sole
-    return value, node.owned
+    return value, not isinstance(node, Source)
 
 
 def _in_order(recipe: Node) -> Iterator[Node]:
