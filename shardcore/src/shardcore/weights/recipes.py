@@ -22,9 +22,6 @@ from typing_extensions import override
 #: A part of a tensor: (start, stop) along every dim.
 Box = tuple[tuple[int, int], ...]
 
-#: A function of torch with its arguments, in which recipes stand for tensors.
-Function = Callable[..., Any]
-
 
 def whole_box(shape: Sequence[int]) -> Box:
     """Return the box that is all of a tensor of ``shape``."""
@@ -100,7 +97,7 @@ class Call(Node):
         default: the default dtype of the code that made the call, in which torch divides integers, for one.
     """
 
-    function: Function
+    function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tensors: tuple[Recipe, ...] = ()
