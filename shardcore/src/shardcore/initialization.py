@@ -7,21 +7,18 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardcore._progress import Progress
 from shardcore.agree.agreement import Report, agreement
 from shardcore.apply.errors import out_of_inference_mode, refuse_broken, together
 from shardcore.errors import ConfigError, NoPolicyError
-from shardcore.mesh.axes import device_type_here, group_of
+from shardcore.mesh.axes import group_of
 from shardcore.mesh.context import nearest_context
 from shardcore.plugins.registry import default_registry
 from shardcore.policy import Policy
 from shardcore.weights.lazy import recording
-from shardcore.weights.materialize import materialize, part_bytes, to_meta
+from shardcore.weights.materialize import materialize, to_meta
 from shardcore.weights.recipes import Recipe, constant
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -84,16 +81,8 @@ def initialize(model: Model, seed: int = 0, *, build: Callable[[], nn.Module] | 
         refuse_broken(model)
         recipes = _recipes(model, seed, build or _builder(model))
     with out_of_inference_mode(), together(model, group=group, doing="initialising", changing=True):
-        _fill(model, recipes)
+        materialize(model, recipes, nearest_context(model), f"initialising {type(model).__name__}")
     return model
-
-
-def _fill(model: nn.Module, recipes: dict[str, Recipe]) -> None:
-    context = nearest_context(model)
-    device = torch.device(device_type_here()) if context is None else context.device
-    shown = not dist.is_initialized() or dist.get_rank() == 0
-    with Progress(part_bytes(model, recipes), f"initialising {type(model).__name__}", shown=shown) as progress:
-        materialize(model, recipes, device, progress.advance)
 
 
 def _group(model: nn.Module) -> ProcessGroup | None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardcore._progress import Progress
 from shardcore.comm.dtensor_params import is_packed, local_tensor, spec_of, with_spec
 from shardcore.comm.parts import blocks_of
 from shardcore.comm.raw import as_bytes
+from shardcore.mesh.axes import device_type_here
+from shardcore.mesh.context import ShardContext
 from shardcore.weights.boxes import Reader
 from shardcore.weights.lazy import LazyTensor
 from shardcore.weights.recipes import Box, Recipe, constant, whole_box
@@ -90,12 +94,7 @@ class _Made:
         return value
 
 
-def materialize(
-    model: nn.Module,
-    recipes: Mapping[str, Recipe],
-    device: torch.device,
-    done: Callable[[int], None] | None = None,
-) -> None:
+def materialize(model: nn.Module, recipes: Mapping[str, Recipe], context: ShardContext | None, doing: str) -> None:
     """Give every parameter and buffer of ``model`` the values of its recipe.
 
     One tensor after the other: beside the parts that the model keeps there is never more than what the part of one
@@ -105,24 +104,25 @@ def materialize(
     Args:
         model: sharded, and wrapped by FSDP2 or not; its parameters may be on the meta device.
         recipes: by the names of parameters and buffers.
-        device: where what is on the meta device goes.
-        done: called after each parameter with the bytes of its part.
+        context: of the model, says where what is on the meta device goes; None for one that was not sharded.
+        doing: what this is, for the line that a terminal sees.
     """
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in recipes:
-                _materialize_parameter(parameter, recipes[name], device)
-                if done is not None:
-                    done(local_tensor(parameter).nbytes)
+    device = torch.device(device_type_here()) if context is None else context.device
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in recipes}
+    total = sum(local_tensor(parameter).nbytes for parameter in parameters.values())
+    with torch.no_grad(), Progress(total, doing, shown=speaks()) as progress:
+        for name, parameter in parameters.items():
+            _materialize_parameter(parameter, recipes[name], device)
+            progress.advance(local_tensor(parameter).nbytes)
         _materialize_buffers(model, recipes, device)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         # FSDP2 keeps views of the parts it had; this makes it look at the parameters again.
         model._apply(lambda tensor: tensor)
 
 
-def part_bytes(model: nn.Module, recipes: Mapping[str, Recipe]) -> int:
-    """Return the bytes of this rank's parts of the parameters that `materialize` gives values."""
-    return sum(local_tensor(parameter).nbytes for name, parameter in model.named_parameters() if name in recipes)
+def speaks() -> bool:
+    """Tell whether this rank says what all of them do."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _materialize_parameter(parameter: nn.Parameter, recipe: Recipe, device: torch.device) -> None:

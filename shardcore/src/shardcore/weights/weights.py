@@ -11,18 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardcore._progress import Progress
 from shardcore.errors import ConfigError, ShardcoreWarning
-from shardcore.mesh.axes import device_type_here
 from shardcore.mesh.context import ShardContext
 from shardcore.plan import ShardPlan
 from shardcore.plan.shard_plan import ModelPhase
 from shardcore.weights.files import Files
-from shardcore.weights.materialize import materialize, part_bytes
+from shardcore.weights.materialize import materialize, speaks
 from shardcore.weights.recipes import Recipe
 
 #: Where files are: one of them, several, or their folder.
@@ -129,7 +125,7 @@ class Materializing(ModelPhase):
             )
         self._model = model
         self._weights = Weights.of(model, weights)
-        if _speaks() and (unused := self._weights.unused):
+        if speaks() and (unused := self._weights.unused):
             warnings.warn(
                 f"{self._weights.place} holds tensors that this {type(model).__name__} has no place for: "
                 f"{_listed(unused)}; they are not read",
@@ -149,19 +145,12 @@ class Materializing(ModelPhase):
 
     def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
         """Read this rank's part of every tensor."""
-        device = torch.device(device_type_here()) if context is None else context.device
-        model, weights = self._model, self._weights
-        total = part_bytes(model, weights.recipes)
-        with Progress(total, f"loading {weights.place}".strip(), shown=_speaks()) as progress:
-            try:
-                materialize(model, weights.recipes, device, progress.advance)
-            finally:
-                if weights.files is not None:
-                    weights.files.close()
-
-
-def _speaks() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+        weights = self._weights
+        try:
+            materialize(self._model, weights.recipes, context, f"loading {weights.place}".strip())
+        finally:
+            if weights.files is not None:
+                weights.files.close()
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
