@@ -10,7 +10,7 @@ import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +26,10 @@ from shardcore.errors import CheckpointError, ConfigError
 from shardcore.mesh.context import unwrapped
 
 _SAVES = "_shardcore_saves"  # on the model
+
+#: What a rank tells the first one when it has written its part: what it wrote, each with its checksum; what is to be
+#: known of the tensors of its stage, if it tells that; its snapshot, without tensors.
+_Written: TypeAlias = tuple[list[tuple[WriteResult, str]], dict[str, Any], Snapshot]
 
 
 def save_checkpoint(
@@ -165,21 +169,6 @@ class Saves:
             raise failure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
-    """What a rank tells the first one when it has written its part.
-
-    Attributes:
-        results: what it wrote, each with its checksum.
-        entries: what is to be known of the tensors of its stage, if it tells that.
-        snapshot: its snapshot, without tensors.
-    """
-
-    results: list[tuple[WriteResult, str]]
-    entries: dict[str, Any]
-    snapshot: Snapshot
-
-
 @dataclass(slots=True, eq=False)
 class _Save:
     """One save, from the folder ``staging`` that was made for it to its ``final`` name."""
@@ -208,12 +197,8 @@ class _Save:
             results = self.ranks.together(lambda: self._write(shown))
             tensors, first = self.snapshot.tensors, self.snapshot.first
             entries = entries_of(tensors, first)  # refuses on every rank what cannot be described
-            written = _Written(
-                results=results,
-                entries=entries if self.ranks.own == first else {},
-                snapshot=dataclasses.replace(self.snapshot, tensors={}),
-            )
-            everybody = self.ranks.gathered(written)
+            told = entries if self.ranks.own == first else {}
+            everybody = self.ranks.gathered((results, told, dataclasses.replace(self.snapshot, tensors={})))
             self.ranks.first(lambda: self._complete(everybody))
         except BaseException:
             self.discard()
@@ -241,13 +226,13 @@ class _Save:
             return Writer(self.staging, self.final).write(self.parts, sizes, position, shown=shown)
 
     def _complete(self, written: list[_Written]) -> None:
-        snapshots = [one.snapshot for one in written]
-        entries = {key: entry for one in written for key, entry in one.entries.items()}
+        snapshots = [snapshot for _, _, snapshot in written]
+        entries = {key: entry for _, told, _ in written for key, entry in told.items()}
         aliases = {alias: key for snapshot in snapshots for alias, key in snapshot.aliases.items()}
         metadata = Metadata(entries, planner_data={key: tuple(key.split(".", 1)) for key in (*entries, *aliases)})
         results: list[WriteResult] = []
         checksums: dict[str, dict[str, str]] = {}  # by file and place in it
-        for result, checksum in (pair for one in written for pair in one.results):
+        for result, checksum in (pair for pairs, _, _ in written for pair in pairs):
             results.append(result)
             checksums.setdefault(result.storage_data.relative_path, {})[str(result.storage_data.offset)] = checksum
         for alias, key in aliases.items():
