@@ -8,6 +8,7 @@ and checksums of what is in them, which are compared when they are read.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -26,13 +27,7 @@ from shardcore.errors import CheckpointError, ShardcoreWarning
 INDEX = "shardcore.json"
 FORMAT = 1  # of the index; another one is not read
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 _NAME = re.compile(r"step-(\d+)(\.tmp-\w+)?")
-
 
 _ABANDONED = 3600.0  # seconds without a change, where a file system has no locks
 
@@ -45,8 +40,6 @@ class Claim:
 
     def take(self, folder: Path) -> None:
         """Claim a new folder."""
-        if fcntl is None:
-            return
         self._handle = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,8 +59,6 @@ class Claim:
 def _is_being_written(folder: Path) -> bool:
     """Tell whether a job has claimed a folder; where nobody can know, whether anything has changed there lately."""
     try:
-        if fcntl is None:
-            return _is_young(folder)
         handle = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
         return False
@@ -331,8 +322,6 @@ def write_json(path: Path, value: Any) -> None:
 
 def sync(path: Path) -> None:
     """Bring a file, or the names in a folder, to the disk."""
-    if os.name == "nt" and path.is_dir():
-        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
