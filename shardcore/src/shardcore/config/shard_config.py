@@ -210,20 +210,23 @@ class ShardConfig:
             return self.device_mesh
         if self.tensor_parallel_process_group is not None:
             return mesh_of_group(self.tensor_parallel_process_group)
-        return build_mesh(
-            Sizes(
-                pp=self.pipeline_parallel_size or 1,
-                dp_replicate=self.dp_replicate_size or 1,
-                dp_shard=self.dp_shard_size or 1,
-                cp=self.context_parallel_size or 1,
-                tp=self.tensor_parallel_size or 1,
-            )
+        return build_mesh(self._sizes)
+
+    @property
+    def _sizes(self) -> Sizes:
+        """The sizes of `mesh`, of a resolved configuration."""
+        return Sizes(
+            pp=self.pipeline_parallel_size or 1,
+            dp_replicate=self.dp_replicate_size or 1,
+            dp_shard=self.dp_shard_size or 1,
+            cp=self.context_parallel_size or 1,
+            tp=self.tensor_parallel_size or 1,
         )
 
     @property
     def parameter_shards(self) -> int:
         """The ranks over which FSDP2 shards the parameters of a resolved configuration, beside ``tp``."""
-        return (self.dp_shard_size or 1) * (self.context_parallel_size or 1)
+        return self._sizes.dp_shard * self._sizes.cp
 
     def parameter_mesh(self) -> DeviceMesh | None:
         """Return the mesh that the parameters of a resolved configuration lie on, if it is not `mesh`.
@@ -231,15 +234,9 @@ class ShardConfig:
         Every rank of the default process group has to call it. The ranks of ``cp``, which have the same data, are among
         its ``dp_shard``: FSDP2 takes the mean of their gradients as it does of replicas'.
         """
-        if (self.context_parallel_size or 1) == 1:
+        if self._sizes.cp == 1:
             return None
-        return build_mesh(
-            Sizes(
-                dp_replicate=self.dp_replicate_size or 1,
-                dp_shard=self.parameter_shards,
-                tp=self.tensor_parallel_size or 1,
-            )
-        )
+        return build_mesh(dataclasses.replace(self._sizes, dp_shard=self.parameter_shards, cp=1))
 
     def expert_mesh(self) -> DeviceMesh | None:
         """Return the mesh of the same ranks, with an axis ``ep``, that a resolved configuration describes.
@@ -249,14 +246,7 @@ class ShardConfig:
         experts = self.expert_parallel_size or 1
         if experts == 1:
             return None
-        return build_mesh(
-            Sizes(
-                dp_replicate=self.dp_replicate_size or 1,
-                dp_shard=(self.dp_shard_size or 1) // experts,
-                ep=experts,
-                tp=self.tensor_parallel_size or 1,
-            )
-        )
+        return build_mesh(dataclasses.replace(self._sizes, dp_shard=self._sizes.dp_shard // experts, ep=experts))
 
     def group(self) -> ProcessGroup | None:
         """Return the ranks that shard a model together; None for the default process group.
