@@ -40,15 +40,6 @@ ATTENTIONS = ("flash_attention_4", "flash_attention_3", "flash_attention_2", "xf
 
 SWITCHES = ("enable_flash_attention", "enable_fused_normalization", "enable_jit_fused")
 
-_FLAGS = (
-    "inference_only",
-    "parallel_output",
-    "enable_sequence_parallelism",
-    "sequence_keep_gathered",
-    "enable_all_optimization",
-    "fp8_communication",
-)
-
 #: Off, on, or on wherever it is possible. None is off, and ``"auto"`` under ``enable_all_optimization``.
 Switch = bool | Literal["auto"] | None
 
@@ -281,7 +272,7 @@ def _check_kinds(config: ShardConfig) -> None:
         name, value = entry.name, getattr(config, entry.name)
         if name.endswith("_size") or name in ("num_microbatches", "num_model_chunks"):
             require(name, value is None or (type(value) is int and value >= 1), "a positive integer or None")
-        if name in _FLAGS:
+        if type(entry.default) is bool:
             require(name, isinstance(value, bool), "True or False")
         if name in SWITCHES:
             named = ATTENTIONS if name == "enable_flash_attention" else ()
@@ -342,18 +333,25 @@ def _check_context(config: ShardConfig) -> None:
                 "nothing; give context_parallel_size too, or leave it 'auto'"
             )
         return
-    for name, asked in (
-        ("pipeline_parallel_size", (config.pipeline_parallel_size or 1) > 1),
-        ("expert_parallel_size", (config.expert_parallel_size or 1) > 1),
-        ("enable_jit_fused", config.enable_jit_fused is True),
-        ("enable_flash_attention", config.enable_flash_attention is True),
-        ("device_mesh", config.device_mesh is not None),
-        ("tensor_parallel_process_group", config.tensor_parallel_process_group is not None),
-    ):
-        if asked:
+    _refuse_beside(
+        f"context_parallel_size={ranks}",
+        "leave one of them out (sizes, such as tp= and dp=, say what a mesh would)",
+        pipeline_parallel_size=(config.pipeline_parallel_size or 1) > 1,
+        expert_parallel_size=(config.expert_parallel_size or 1) > 1,
+        enable_jit_fused=config.enable_jit_fused is True,
+        enable_flash_attention=config.enable_flash_attention is True,
+        device_mesh=config.device_mesh is not None,
+        tensor_parallel_process_group=config.tensor_parallel_process_group is not None,
+    )
+
+
+def _refuse_beside(other: str, todo: str, **asked: bool) -> None:
+    """Refuse the first field that is ``asked`` for beside the ``other``, with which none of them works."""
+    for name, is_asked in asked.items():
+        if is_asked:
             raise NotSupportedError(
-                f"ShardConfig.{name} together with context_parallel_size={ranks} is not supported by shardcore "
-                f"{shardcore.__version__}; leave one of them out (sizes, such as tp= and dp=, say what a mesh would)"
+                f"ShardConfig.{name} together with {other} is not supported by shardcore {shardcore.__version__}; "
+                f"{todo}"
             )
 
 
@@ -372,18 +370,12 @@ def _check_pipeline(config: ShardConfig) -> None:
             f"ShardConfig.num_microbatches={config.num_microbatches} and microbatch_size={config.microbatch_size} both "
             "divide a batch; give one of them"
         )
-    for name, asked in (
-        ("expert_parallel_size", (config.expert_parallel_size or 1) > 1),
-        ("enable_jit_fused", config.enable_jit_fused is True),
-        ("loss_chunk_size", config.loss_chunk_size is not None),
-        (
-            "sequence_keep_gathered",
-            not config.sequence_keep_gathered and config.pipeline_schedule in SPLIT_SCHEDULES,
-        ),
-        ("tensor_parallel_process_group", config.tensor_parallel_process_group is not None),
-    ):
-        if asked:
-            raise NotSupportedError(
-                f"ShardConfig.{name} together with pipeline_parallel_size={stages} is not supported by shardcore "
-                f"{shardcore.__version__}; leave one of them out"
-            )
+    _refuse_beside(
+        f"pipeline_parallel_size={stages}",
+        "leave one of them out",
+        expert_parallel_size=(config.expert_parallel_size or 1) > 1,
+        enable_jit_fused=config.enable_jit_fused is True,
+        loss_chunk_size=config.loss_chunk_size is not None,
+        sequence_keep_gathered=not config.sequence_keep_gathered and config.pipeline_schedule in SPLIT_SCHEDULES,
+        tensor_parallel_process_group=config.tensor_parallel_process_group is not None,
+    )
