@@ -175,16 +175,11 @@ def _kinds(optimizer: Optimizer) -> list[str]:
 
 def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
     """Return the names of the optimizer's parameters by identity."""
-    if isinstance(optimizer, list | tuple | dict):
-        raise ConfigError(
-            f"optimizer= is a {type(optimizer).__name__}, and a checkpoint holds one optimizer. Make one with several "
-            "parameter groups, or save and load each further one in a folder of its own: "
-            "save_checkpoint(folder_of_it, model, it)"
-        )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer= must be a torch.optim.Optimizer, got a {type(optimizer).__name__}; pass the one inside of a "
-            "wrapper"
+            f"optimizer= must be a torch.optim.Optimizer, got a {type(optimizer).__name__}, and a checkpoint holds one "
+            "optimizer. Make one with several parameter groups, or save and load each further one in a folder of its "
+            "own: save_checkpoint(folder_of_it, model, it). Of a wrapper pass the one inside"
         )
     division = division_of(model)
     first = {} if division is None else division.first_names
