@@ -103,7 +103,7 @@ def load_checkpoint(
     model = unwrapped(model)
     Saves.of(model).wait()
     ranks = RankGroup.of(model, "load_checkpoint")
-    path = ranks.first(lambda: _found(where, missing_ok=missing_ok))
+    path = ranks.first(lambda: find_any(where) if missing_ok else find(where))
     if path is None:  # on all ranks alike
         ranks.together(lambda: None, items=lambda _: [("the argument missing_ok", str(missing_ok))])
         return None
@@ -115,11 +115,6 @@ def load_checkpoint(
     ranks.together(restoring.finish, changing=True)
     checkpoint = restoring.checkpoint
     return Loaded(path=checkpoint.path, step=checkpoint.step, extra=checkpoint.value("extra"))
-
-
-def _found(where: str | os.PathLike[str], *, missing_ok: bool) -> str | None:
-    path = find_any(where) if missing_ok else find(where)
-    return None if path is None else str(path)
 
 
 class _Restoring:

@@ -90,7 +90,7 @@ def save_checkpoint(
     arguments = {"folder": str(folder), "step": step, "keep_last": keep_last, "asynchronous": asynchronous}
     snapshot = ranks.together(take, items=lambda taken: taken.items(arguments)).of_own_stage(ranks)
     claim = folders.Claim()
-    staging, final = map(Path, ranks.first(lambda: tuple(map(str, folders.begin(Path(folder), step, claim)))))
+    staging, final = ranks.first(lambda: folders.begin(Path(folder), step, claim))
     save = _Save(snapshot, saves.apart(ranks) if asynchronous else ranks, staging, final, keep_last, claim)
     try:
         ranks.together(lambda: save.prepare(copies=asynchronous))
