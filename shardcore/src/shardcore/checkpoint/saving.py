@@ -139,9 +139,6 @@ class Saves:
         saves: Saves = model.__dict__.setdefault(_SAVES, cls())
         return saves
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Saves:
-        return Saves()
-
     def __reduce__(self) -> tuple[type[Saves], tuple[()]]:
         return Saves, ()
 
