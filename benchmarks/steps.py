@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -121,5 +122,5 @@ def compare(size: str, rounds: int, folder: str, say: Callable[[str], None]) -> 
 def _refuse_wrong(losses: dict[str, float]) -> None:
     reference = losses[UNSHARDED]
     for name, loss in losses.items():
-        if abs(loss - reference) > 1e-4 * abs(reference):
+        if not math.isclose(loss, reference, rel_tol=1e-4):
             raise SystemExit(f"{name} computes another loss: {loss}, unsharded {reference}")

@@ -277,7 +277,8 @@ def _inferred(how: str) -> tuple[float, list[str]]:
 @pytest.mark.parametrize("how", ["proved", "drafted"])
 def test_inferred_at_run_time(pool: WorkerPool, how: str) -> None:
     (error, (said,)), (other, nothing) = pool.run(_inferred, how, world=2, timeout=300)
-    assert max(error, other) < 1e-12
+    assert error < 1e-12
+    assert other < 1e-12
     assert not nothing  # it is said once
     assert ("proved: outputs, loss, gradients" in said) == (how == "proved")
     assert ("on 2 ranks, tokens split and not" in said) == (how == "proved")
@@ -307,7 +308,7 @@ def test_what_was_not_proved_is_refused(monkeypatch, section: str, rule: str, do
 @pytest.mark.nightly
 def test_inferred_while_a_checkpoint_is_read(pool: WorkerPool, tmp_path) -> None:
     _stablelm().save_pretrained(tmp_path)
-    assert max(pool.run(_read, str(tmp_path), world=2, timeout=300)) < 1e-12
+    assert all(error < 1e-12 for error in pool.run(_read, str(tmp_path), world=2, timeout=300))
 
 
 def _read(folder: str) -> float:

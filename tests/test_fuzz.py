@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent / "fuzz"))
 
+from compared import Record
 from draws import FAMILIES, Draw
 from found import FOUND
 from kinds import FIRST, KINDS, MIXTURES, draw
@@ -57,6 +59,27 @@ def test_what_was_found_stays_right(pool, what):
     outcome, refused = judged(pool, FOUND[what]), FOUND[what].refused()
     assert outcome.state == ("refused" if refused else "equal"), outcome.problems
     assert outcome.compared or refused
+
+
+ODD = (float("inf"), float("-inf"), float("nan"))
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_value_that_is_not_finite_hides_nothing(odd):
+    def problems(out: list[float], w: float, b: float) -> list[str]:
+        records = [
+            Record("a call", {"out": torch.tensor(values)}, {"w": torch.tensor([1.0, of_w]), "b": torch.tensor([of_b])})
+            for values, of_w, of_b in (([odd, 1.0], odd, 1.0), (out, w, b))
+        ]
+        outcome = Outcome()
+        outcome.compare_records(*records)
+        return outcome.problems
+
+    assert not problems([odd, 1.0], odd, 1.0)
+    assert len(problems([odd, 2.0], odd, 2.0)) == 2
+    for other in (0.0, *(each for each in ODD if each is not odd)):
+        assert problems([other, 1.0], odd, 1.0) == ["a call: out: other values that are not finite"]
+        assert problems([odd, 1.0], other, 1.0) == ["a call: gradient of w: other values that are not finite"]
 
 
 def test_numbers_name_draws_whatever_is_installed():

@@ -7,8 +7,10 @@ hazards that known systems ship.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
+import torch
 import wrong
 import wrong_calls
 import wrong_plans
@@ -241,6 +243,9 @@ def test_nan_is_a_difference():
     broken = wanted.clone()
     broken[0, 0] = float("nan")
     assert difference(wanted, broken) == float("inf")
+    for one, other in itertools.permutations((float("nan"), float("inf"), float("-inf")), 2):
+        assert difference(torch.tensor([one, 1.0]), torch.tensor([other, 1.0])) == float("inf")
+        assert difference(torch.tensor([one, 1.0]), torch.tensor([one, 1.5])) == 0.5
     ledger = Ledger(("forward",), 1e-9)
     ledger.error("x", float("nan"))
     ledger.error("x", 0.0)

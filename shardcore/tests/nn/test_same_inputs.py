@@ -11,6 +11,7 @@ from tiny import TinyLM, batch, build, randomize, shard, twins
 
 import shardcore
 from shardcore import AgreementError, ConfigError, NotSupportedError, ShardConfig
+from shardcore.apply.call_checks import _are_apart
 from shardcore.mesh.context import context_of
 from shardcore.nn.same_inputs import _is_due
 from shardcore_testing import WorkerError, WorkerPool
@@ -89,6 +90,27 @@ def test_other_inputs_are_an_error_on_all_ranks(pool, case):
     assert first == second
     assert SAID[case] in first
     assert "divide data by replicas" in first
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "apart"),
+    [
+        ([1.0, 2.0], [1.0 + 1e-9, 2.0], False),
+        ([1.0, 2.0], [1.1, 2.0], True),
+        ([1.0, 2.0], [INF, INF], True),
+        ([1.0, 2.0], [NAN, INF], True),
+        ([1.0, 2.0], [NAN, NAN], True),
+        ([INF, INF], [-INF, INF], True),
+        ([INF, INF], [NAN, INF], True),
+        ([INF, INF], [INF, INF], False),
+        ([NAN, NAN], [NAN, NAN], False),
+    ],
+)
+def test_what_is_infinite_or_no_number_on_one_rank_is_a_difference(here, there, apart):
+    assert _are_apart([*here, 1e-7], [*there, 1e-7]) == _are_apart([*there, 1e-7], [*here, 1e-7]) == apart
 
 
 def goes_on():

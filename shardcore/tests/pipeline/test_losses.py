@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from shardcore.errors import ConfigError
 from shardcore.pipeline import micro_batches
-from shardcore.pipeline.losses import LossCalls, named, reductions_of, shares_of
+from shardcore.pipeline.losses import LossCalls, _near, named, reductions_of, shares_of
 
 WORDS = 7
 LABELS = torch.tensor([[5, 1, -100, 2], [3, -100, -100, -100], [-100, 2, 4, 6], [1, 1, 1, -100]])
@@ -219,6 +219,12 @@ def test_a_mean_over_some_that_is_the_mean_over_all_by_accident_is_one_over_some
 
     with pytest.raises(ConfigError, match="a mean over unknown"):
         together(errors, {"x": x, "mask": mask}, first=first)
+
+
+def test_nothing_finite_is_near_to_what_is_not():
+    odd = float("inf"), float("-inf"), float("nan")
+    assert _near(1.0, 1.0009)
+    assert not any(_near(1.0, number) or _near(number, 1.0) for number in odd)
 
 
 def test_nobody_can_tell_of_labels_that_do_not_count():

@@ -88,7 +88,7 @@ def whole(tensor):
 def largest(ours, theirs):
     """Return the largest difference of two trainings' values."""
     assert ours.keys() == theirs.keys()
-    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+    return torch.stack([(ours[name] - theirs[name]).abs().max().double() for name in ours]).max().item()
 
 
 def draws():

@@ -131,11 +131,14 @@ def _difference(first: Brought, other: Brought) -> tuple[str, str, str] | None:
 
 
 def _are_apart(here: Sequence[float], there: Sequence[float]) -> bool:
-    """Tell whether sums and norms differ by more than the tolerance that comes with them; NaN does not from NaN."""
+    """Tell whether sums and norms differ by more than the tolerance that comes with them.
+
+    Infinities and NaN differ from all but themselves, however large a tolerance they make of the norm.
+    """
     *numbers, tolerance = here
     most = tolerance * max(abs(here[1]), abs(there[1]))
-    pairs = zip(numbers, there, strict=False)
-    return any(abs(one - other) > most or math.isnan(one) != math.isnan(other) for one, other in pairs)
+    pairs = [(one, other, math.isfinite(one - other)) for one, other in zip(numbers, there, strict=False)]
+    return any(abs(one - other) > most if finite else repr(one) != repr(other) for one, other, finite in pairs)
 
 
 _SOON = 10.0  # seconds in which the others are expected to pickle theirs; nobody waits for it

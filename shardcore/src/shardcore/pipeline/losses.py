@@ -247,7 +247,7 @@ def _equal(target: Tensor, labels: Tensor) -> bool:
 
 
 def _near(number: float, wanted: float) -> bool:
-    return abs(number - wanted) <= 1e-3 * abs(wanted)
+    return math.isclose(number, wanted, rel_tol=1e-3)
 
 
 def reductions_of(
