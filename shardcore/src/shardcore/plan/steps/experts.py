@@ -26,6 +26,7 @@ class EnterExperts(Step):
     """
 
     phase: ClassVar[Phase] = Phase.ENTER
+    splits_heads: ClassVar[bool] = True
 
     argument: tuple[str, int]
     router: str
@@ -40,11 +41,6 @@ class EnterExperts(Step):
     @override
     def describe(self) -> str:
         return f"enters with {self.argument[0]!r} for slices of its experts, sums what they return"
-
-    @property
-    @override
-    def splits_heads(self) -> bool:
-        return True
 
     @override
     def conflict(self, other: Step) -> str | None:
@@ -114,15 +110,11 @@ class SyncRouting(Step):
         experts: their number.
     """
 
+    splits: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.SCOPE
 
     weights: str
     experts: int
-
-    @property
-    @override
-    def splits(self) -> bool:
-        return False
 
     @property
     @override

@@ -24,17 +24,13 @@ class FuseNorm(Step):
     splits: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.FUSE
     mixin: ClassVar[type[ParallelMixin]] = FusedRMSNorm
+    fuses: ClassVar[str] = "torch's rms_norm"
 
     eps: str
 
     @override
     def describe(self) -> str:
         return "torch's fused rms_norm"
-
-    @property
-    @override
-    def fuses(self) -> str | None:
-        return "torch's rms_norm"
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:

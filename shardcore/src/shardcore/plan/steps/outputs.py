@@ -90,17 +90,13 @@ class GatherStageAttentions(Step):
     """
 
     mixin: ClassVar[type[ParallelMixin]] = StageAttentions
+    gathers_captured: ClassVar[tuple[str, ...]] = ("attentions",)
 
     sizes: tuple[int, ...]
 
     @override
     def describe(self) -> str:
         return f"gathers attentions of {', '.join(str(size) for size in self.sizes if size)} heads"
-
-    @property
-    @override
-    def gathers_captured(self) -> tuple[str, ...]:
-        return ("attentions",)
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:

@@ -110,6 +110,7 @@ class DivideTokens(Step):
 
     phase: ClassVar[Phase] = Phase.CONTEXT
     splits: ClassVar[bool] = False  # over ``tp``
+    divides_tokens: ClassVar[bool] = True
 
     blocks: tuple[str, ...]
     argument: tuple[str, int]
@@ -118,11 +119,6 @@ class DivideTokens(Step):
     exchanging: int
     rings: int
     keeps: bool
-
-    @property
-    @override
-    def divides_tokens(self) -> bool:
-        return True
 
     @property
     @override
