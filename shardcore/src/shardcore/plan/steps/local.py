@@ -84,8 +84,4 @@ class FreezeForInference(Step):
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
         module = ctx.model.get_submodule(self.path)
-
-        def commit() -> None:
-            module.requires_grad_(False).eval()
-
-        return commit
+        return lambda: module.requires_grad_(False).eval()
