@@ -13,12 +13,11 @@ from planned import plan_of, policy_of
 from tiny import TinyLM, TinyPolicy, build
 from torch import nn
 
-from shardcore.apply.changes import _ApplyContext
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
 from shardcore.nn import ColumnLinear, Replicated, VocabEmbedding, mixins
-from shardcore.plan.steps.base import Phase
+from shardcore.plan.steps.base import ApplyContext, Phase
 from shardcore.plan.steps.modules import ScopeRandomness, SetAttribute, Swap
 from shardcore.plan.steps.regions import EnterRegion
 from shardcore.styles import attribute, col, head, region, replicate, vocab
@@ -140,18 +139,14 @@ def test_one_rank_may_ask_for_a_split_sequence():
 def test_outputs_inside_of_blocks_are_gathered_too():
     model = token_net.Model()
     config = ShardConfig(tensor_parallel_size=2, enable_sequence_parallelism=True)
-    ctx = _ApplyContext(model, compile_plan(token_net.ModelPolicy, model, config), object())
+    ctx = ApplyContext(model, compile_plan(token_net.ModelPolicy, model, config).steps, object())
     assert ctx.tokens_below("") is ctx.tokens_below("stack") is ctx.tokens_below("stack.blocks.0.norm")
     assert ctx.tokens_below("stack.blocks.0.norm") is not None
     assert ctx.tokens_below("embeddings") is None
 
 
 def test_the_scope_goes_around_what_is_there_in_the_end():
-    class ApplyContext:
-        model, context, draws = nn.Sequential(nn.Linear(2, 2)), None, {}
-
-    ctx = ApplyContext()
-    ctx.context = types.SimpleNamespace()
+    ctx = ApplyContext(nn.Sequential(nn.Linear(2, 2)), (), types.SimpleNamespace())
     commit = ScopeRandomness(path="0").prepare(ctx)
     ctx.model[0] = nn.ReLU()
     assert commit() is ctx.model[0]

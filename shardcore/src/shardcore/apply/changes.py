@@ -6,14 +6,11 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from torch import nn
-from typing_extensions import override
 
 from shardcore.mesh.context import ShardContext
-from shardcore.nn.context.shard import ContextShard
 from shardcore.nn.layout import ExpertsLayout, GroupShardedLayout, Layout, Specs, distribute
-from shardcore.nn.sequence.shard import SequenceShard
 from shardcore.plan import ShardPlan
-from shardcore.plan.steps.base import ApplyContext, Commit, above
+from shardcore.plan.steps.base import ApplyContext, Commit
 
 
 def prepared(model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> list[Commit]:
@@ -33,38 +30,8 @@ def prepared(model: nn.Module, plan: ShardPlan, context: ShardContext | None) ->
         layouts = {name: p.layout for p in plan.parameters if p.layout for name in (p.name, *p.aliases)}
         commits.append(functools.partial(_assign, list(_parts(model, layouts, context))))
         commits.append(functools.partial(_move_buffers, model, context))
-    ctx = _ApplyContext(model, plan, context)
+    ctx = ApplyContext(model, plan.steps, context)
     return commits + [step.prepare(ctx) for step in plan.steps]
-
-
-class _ApplyContext(ApplyContext):
-    """The ctx for the steps of one plan."""
-
-    def __init__(self, model: nn.Module, plan: ShardPlan, context: ShardContext | None) -> None:
-        self.model, self.context = model, context
-        self.draws: dict[type[nn.Module], frozenset[str]] = {}
-        self.divided: ContextShard | None = None
-        # One for each stack of blocks; whatever depends on the number of its tokens is given the same one.
-        self._tokens = [(step, SequenceShard(self.shared)) for step in plan.steps if step.splits_tokens]
-        self._gathered = {path for step in plan.steps for path in step.gathers_tokens}
-
-    @property
-    @override
-    def shared(self) -> ShardContext:
-        if self.context is None:
-            raise RuntimeError("one rank alone was given a plan with steps that split")
-        return self.context
-
-    @override
-    def tokens_at(self, path: str) -> SequenceShard | None:
-        if not self._gathered.isdisjoint((path, *above(path))):
-            return None
-        return next((tokens for step, tokens in self._tokens[::-1] if step.splits_tokens_of(path)), None)
-
-    @override
-    def tokens_below(self, path: str) -> SequenceShard | None:
-        found = (t for step, t in self._tokens[::-1] if not path or f"{step.path}.".startswith(f"{path}."))
-        return next(found, None) or self.tokens_at(path)
 
 
 def _parts(

@@ -69,26 +69,41 @@ class PlanView(Protocol):
         """Return how a parameter lies; None if no line claims it, or a user's callable decides."""
 
 
-class ApplyContext(Protocol):
-    """What steps work with while they are prepared: the model, its place on the mesh, and the state they share."""
+class ApplyContext:
+    """What steps work with while they are prepared: the model, its place on the mesh, and the state they share.
 
-    model: nn.Module
-    #: None if there is only one rank; then only steps that split nothing are carried out.
-    context: ShardContext | None
-    #: Which of torch's random functions the code of classes names, for all `DropoutSites` of the model.
-    draws: dict[type[nn.Module], frozenset[str]]
-    #: How tokens are divided over ``cp``, once the step that says so is prepared.
-    divided: ContextShard | None
+    Attributes:
+        model: the model that is sharded.
+        context: None if there is only one rank; then only steps that split nothing are carried out.
+        draws: which of torch's random functions the code of classes names, for all `DropoutSites` of the model.
+        divided: how tokens are divided over ``cp``, once the step that says so is prepared.
+    """
+
+    def __init__(self, model: nn.Module, steps: Sequence[Step], context: ShardContext | None) -> None:
+        self.model, self.context = model, context
+        self.draws: dict[type[nn.Module], frozenset[str]] = {}
+        self.divided: ContextShard | None = None
+        # One for each stack of blocks; whatever depends on the number of its tokens is given the same one.
+        self._tokens = [(step, SequenceShard(self.shared)) for step in steps if step.splits_tokens]
+        self._gathered = {path for step in steps for path in step.gathers_tokens}
 
     @property
     def shared(self) -> ShardContext:
         """The context, for steps that split."""
+        if self.context is None:
+            raise RuntimeError("one rank alone was given a plan with steps that split")
+        return self.context
 
     def tokens_at(self, path: str) -> SequenceShard | None:
         """Return how the tokens at a module are split; None where they never are."""
+        if not self._gathered.isdisjoint((path, *above(path))):
+            return None
+        return next((tokens for step, tokens in self._tokens[::-1] if step.splits_tokens_of(path)), None)
 
     def tokens_below(self, path: str) -> SequenceShard | None:
         """Return how the tokens of the last stack in or below a module are split, or those at it; None if none are."""
+        found = (t for step, t in self._tokens[::-1] if not path or f"{step.path}.".startswith(f"{path}."))
+        return next(found, None) or self.tokens_at(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
