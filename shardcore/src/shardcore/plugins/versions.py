@@ -35,10 +35,10 @@ def tested(distribution: str) -> list[Tested]:
         lines = importlib_metadata.requires(distribution) or []
     except Exception:  # not installed, or metadata that is damaged in any way
         return []
-    needed = {canonicalize_name(name) for line in lines if (name := _needed(line))}
+    needed = {canonicalize_name(each.name) for line in lines if (each := _counting(line, "")) is not None}
     found = []
     for line in lines:
-        if (requirement := _of_the_extra(line)) is not None:
+        if (requirement := _counting(line, "tested")) is not None and _counting(line, "") is None:
             version = installed(requirement.name)
             inside = version is not None and _contains(requirement, version)
             range_ = ",".join(sorted(map(str, requirement.specifier), key=_bound)) or "(any)"
@@ -68,26 +68,14 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def _needed(line: str) -> str | None:
-    """Return the library of a requirement if it counts here without any extra."""
+def _counting(line: str, extra: str) -> Requirement | None:
+    """Return the requirement if it can be read and counts here with an extra, of which "" is none."""
     try:
         requirement = Requirement(line)
-        counts = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-    except Exception:
-        return None
-    return requirement.name if counts else None
-
-
-def _of_the_extra(line: str) -> Requirement | None:
-    """Return the requirement if it counts here with the extra `tested`, and does not without it."""
-    try:
-        requirement = Requirement(line)
-        marker = requirement.marker
-        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": "tested"}):
-            return None
+        counts = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
     except Exception:  # no requirement, or a marker that compares what cannot be compared
         return None
-    return requirement
+    return requirement if counts else None
 
 
 def _contains(requirement: Requirement, version: str) -> bool:
