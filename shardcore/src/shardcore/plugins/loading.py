@@ -6,7 +6,6 @@ stops at the first plugin that fails. Imports no torch.
 
 from __future__ import annotations
 
-import re
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 import importlib_metadata
 import pluggy
+from packaging.utils import canonicalize_name
 
 from shardcore import _env, hooks
 from shardcore.errors import PackError
@@ -149,12 +149,7 @@ def _origin(distribution: _Distribution | None) -> tuple[str, str]:
 def _is_among(pack: Pack, names: frozenset[str]) -> bool:
     """Whether a list from the environment names the pack: by name, distribution, or `distribution:name`."""
     own = {pack.name, pack.distribution, f"{pack.distribution}:{pack.name}"}
-    return not {_normal(name) for name in own}.isdisjoint(_normal(name) for name in names)
-
-
-def _normal(name: str) -> str:
-    """Return the form in which Python's packaging compares names."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return not {canonicalize_name(name) for name in own}.isdisjoint(map(canonicalize_name, names))
 
 
 def _load(entry_point: importlib_metadata.EntryPoint, pack: Pack, plugins: list[tuple[object, Pack]]) -> Pack:
