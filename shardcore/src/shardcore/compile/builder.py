@@ -18,7 +18,7 @@ from shardcore.nn.layout import ExpertsLayout
 from shardcore.plan.steps.base import PlanView, Step
 from shardcore.plan.steps.modules import Swap
 from shardcore.policy import HeadCounts, Rule, Scope
-from shardcore.styles._finding import dotted
+from shardcore.styles._finding import dotted, submodule
 
 #: Given a native class and the class that would replace it: the class to be used in its place, or None.
 Modules = Callable[[type[nn.Module], type[ParallelMixin]], type[ParallelMixin] | None]
@@ -176,24 +176,16 @@ class RuleScope(Scope):
     def name(self, suffix: str) -> str:
         name = ".".join(filter(None, (self.path, dotted(suffix))))
         if (found := self.builder.named.get(name)) is None:
-            try:
-                found = self.builder.model.get_submodule(name)  # an attribute that is no child
-            except AttributeError:
-                return name
+            found = submodule(self.builder.model, name)  # an attribute that is no child
         # A module under two names is one module: its first name stands for all.
         return self.builder.paths.get(id(found), name)
 
     @override
     def find(self, suffix: str) -> nn.Module | None:
-        try:
-            found = self.module.get_submodule(dotted(suffix))
-        except AttributeError:
-            if not self.rule.optional:
-                self.problem(
-                    _absence(self.module, suffix),
-                    "correct the name for this version of the model, or say optional=True",
-                )
-            return None
+        found = submodule(self.module, suffix)
+        if found is None and not self.rule.optional:
+            what = _absence(self.module, suffix)
+            self.problem(what, "correct the name for this version of the model, or say optional=True")
         return found
 
     @override
