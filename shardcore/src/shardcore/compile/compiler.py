@@ -16,7 +16,7 @@ from shardcore.compile.switches import optimize
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError, Problem, ShardcoreError
 from shardcore.mesh.axes import device_type_here
-from shardcore.plan import Choice, ParameterPlan, PartPlan, ShardPlan, Stages
+from shardcore.plan import ParameterPlan, PartPlan, ShardPlan, Stages
 from shardcore.plan.steps.base import Step
 from shardcore.plan.steps.modules import ScopeRandomness
 from shardcore.policy import Heads, Policy
@@ -64,7 +64,7 @@ def compile_plan(
     stages = check_stages(builder, policy, joined_stages(parts, builder.problems))
     for path in stages.around if stages and config.ranks > 1 else ():
         builder.add_late(ScopeRandomness(path=path))
-    choices = _optimize(builder, policy, stages, device_type or device_type_here())
+    choices = optimize(builder, policy, stages, device_type or device_type_here())
     parameters = _parameters(builder, stages)
     if builder.problems:
         raise _failure(builder, policy, builder.problems)
@@ -86,18 +86,6 @@ def compile_plan(
 
 def _full_name(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-def _optimize(builder: PlanBuilder, policy: Policy, stages: Stages | None, device_type: str) -> tuple[Choice, ...]:
-    choices = []
-    for item in list(optimize(policy, builder.model, builder.config, stages, device_type, builder.carried_out)):
-        if isinstance(item, Choice):
-            choices.append(item)
-        elif isinstance(item, Problem):
-            builder.problems.append(item)
-        else:
-            builder.add_late(item)
-    return tuple(choices)
 
 
 def _check_heads(builder: PlanBuilder, part: Part) -> None:

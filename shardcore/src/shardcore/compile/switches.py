@@ -7,13 +7,12 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 
-from torch import nn
-
 from shardcore import _env
+from shardcore.compile.builder import PlanBuilder
 from shardcore.compile.parts import policy_at
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
-from shardcore.errors import ConfigError, NotSupportedError, Problem
+from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.plan.cut import Cut
 from shardcore.plan.digest import Choice
 from shardcore.plan.stages import Stages
@@ -21,52 +20,44 @@ from shardcore.plan.steps.base import Step
 from shardcore.plan.steps.local import Compile, FreezeForInference
 from shardcore.policy import Policy
 
-#: The named blocks of each list.
-Blocks = dict[str, list[tuple[str, nn.Module]]]
 
-
-def optimize(
-    policy: Policy,
-    model: nn.Module,
-    config: ShardConfig,
-    stages: Stages | None,
-    device_type: str,
-    planned: list[Step],
-) -> Iterator[Step | Choice | Problem]:
-    """Yield the steps that the switches of ``config`` add to those ``planned`` by the rules, and what they came to.
+def optimize(builder: PlanBuilder, policy: Policy, stages: Stages | None, device_type: str) -> tuple[Choice, ...]:
+    """Add the steps of the switches of the configuration to those of the rules, and return what the switches came to.
 
     ``stages`` are those of the policy, by names that the model has.
     """
+    config, outcomes = builder.config, dict[str, str | None]()
     if switch := config.enable_flash_attention:
-        yield from _flash_attention(policy, device_type, asked=switch != "auto" and switch)
+        asked = switch != "auto" and switch
+        outcomes["enable_flash_attention"] = _flash_attention(builder, policy, device_type, asked=asked)
     if config.enable_fused_normalization:
-        yield Choice(switch="enable_fused_normalization", outcome=_fused(planned))
+        outcomes["enable_fused_normalization"] = _fused(builder.carried_out)
     if config.enable_jit_fused:
-        yield from _compile(policy, _blocks(policy, model, stages), config, device_type)
+        outcomes["enable_jit_fused"] = _compile(builder, policy, stages, device_type)
     if config.gradient_checkpoint_config is not None:
-        yield from _recompute(policy, model, config, stages)
+        _recompute(builder, policy, stages, config.gradient_checkpoint_config)
     if config.inference_only:
-        yield FreezeForInference(path="")
-    yield from _unread(policy, config)
+        builder.add_late(FreezeForInference(path=""))
+    _report_unread(builder, policy)
+    return tuple(Choice(switch=switch, outcome=outcome) for switch, outcome in outcomes.items() if outcome is not None)
 
 
-def _flash_attention(policy: Policy, device_type: str, *, asked: bool | str) -> Iterator[Step | Choice | Problem]:
+def _flash_attention(builder: PlanBuilder, policy: Policy, device_type: str, *, asked: bool | str) -> str | None:
+    """Add the policy's step, and return what came of it, or None after reporting why nothing did."""
     switch = "enable_flash_attention"
     try:
         step = policy.flash_attention(device_type, asked=asked)
     except NotSupportedError as error:
-        if asked:
-            yield Problem(
-                where="",
-                rule=f"ShardConfig.{switch}={asked!r}",
-                what=f"flash attention is impossible: {error}",
-                todo=f"mend that, or say {switch}='auto' to use it wherever it is possible",
-            )
-        else:
-            yield Choice(switch=switch, outcome=f"off: {error}")
-    else:
-        yield step
-        yield Choice(switch=switch, outcome=step.describe())
+        if not asked:
+            return f"off: {error}"
+        builder.report(
+            rule=f"ShardConfig.{switch}={asked!r}",
+            what=f"flash attention is impossible: {error}",
+            todo=f"mend that, or say {switch}='auto' to use it wherever it is possible",
+        )
+        return None
+    builder.add_late(step)
+    return step.describe()
 
 
 def _fused(planned: list[Step]) -> str:
@@ -75,23 +66,20 @@ def _fused(planned: list[Step]) -> str:
     return ", ".join(said) or "nothing to do: torch's own norms are fused"
 
 
-def _compile(
-    policy: Policy, found: Blocks | None, config: ShardConfig, device_type: str
-) -> Iterator[Step | Choice | Problem]:
+def _compile(builder: PlanBuilder, policy: Policy, stages: Stages | None, device_type: str) -> str | None:
     """Compile all blocks if it was asked for: on the CPU nothing was gained, and elsewhere it was not measured."""
-    switch = "enable_jit_fused"
-    if config.enable_jit_fused is not True:
-        yield Choice(switch=switch, outcome="off: compiling gained nothing where it was measured, on the CPU")
-        return
-    rule = f"ShardConfig.{switch}=True"
-    if reason := _no_graphs(config, device_type):
-        yield Problem(where="", rule=rule, what=reason, todo=f"mend that, or leave {switch} alone")
-    elif found is None:
-        yield _no_blocks(policy, rule)
-    else:
-        blocks = [f"{name}.{index}" for name, children in found.items() for index, _ in children]
-        yield from (Compile(path=path) for path in blocks)
-        yield Choice(switch=switch, outcome=f"{len(blocks)} blocks are compiled while training")
+    if builder.config.enable_jit_fused is not True:
+        return "off: compiling gained nothing where it was measured, on the CPU"
+    rule = "ShardConfig.enable_jit_fused=True"
+    if reason := _no_graphs(builder.config, device_type):
+        builder.report(rule=rule, what=reason, todo="mend that, or leave enable_jit_fused alone")
+        return None
+    if (found := _blocks(builder, policy, stages, rule)) is None:
+        return None
+    blocks = [path for paths in found.values() for path in paths]
+    for path in blocks:
+        builder.add_late(Compile(path=path))
+    return f"{len(blocks)} blocks are compiled while training"
 
 
 def _no_graphs(config: ShardConfig, device_type: str) -> str | None:
@@ -105,58 +93,49 @@ def _no_graphs(config: ShardConfig, device_type: str) -> str | None:
     return None
 
 
-def _blocks(policy: Policy, model: nn.Module, stages: Stages | None) -> Blocks | None:
-    """Return the named blocks of each list that the model has; None if the policy names no lists."""
+def _blocks(builder: PlanBuilder, policy: Policy, stages: Stages | None, rule: str) -> dict[str, list[str]] | None:
+    """Return the names of the blocks of each list that the model has; None after reporting that none is named."""
     if stages is None or not (policy.stages and policy.stages.lists):
+        what = f"{type(policy).__qualname__} does not say where the model's blocks are"
+        builder.report(rule=rule, what=what, todo="give the policy stages=Stages(blocks=...)")
         return None
-    return {name: list(model.get_submodule(name).named_children()) for name in stages.lists}
+    lists = {name: builder.model.get_submodule(name).named_children() for name in stages.lists}
+    return {name: [f"{name}.{index}" for index, _ in children] for name, children in lists.items()}
 
 
-def _no_blocks(policy: Policy, rule: str) -> Problem:
-    what = f"{type(policy).__qualname__} does not say where the model's blocks are"
-    return Problem(where="", rule=rule, what=what, todo="give the policy stages=Stages(blocks=...)")
-
-
-def _recompute(
-    policy: Policy, model: nn.Module, config: ShardConfig, stages: Stages | None
-) -> Iterator[Step | Problem]:
-    switch = config.gradient_checkpoint_config
-    assert switch is not None  # for the type: the caller asks
+def _recompute(builder: PlanBuilder, policy: Policy, stages: Stages | None, switch: GradientCheckpointConfig) -> None:
     rule = f"ShardConfig.gradient_checkpoint_config={switch}"
-    found = _blocks(policy, model, stages)
-    if found is None:
-        yield _no_blocks(policy, rule)
+    if (found := _blocks(builder, policy, stages, rule)) is None:
         return
-    where = ", ".join(found)
     try:
-        for path in _recomputed(model, config, stages, switch, found):
-            yield policy_at(policy, path).recompute(path, model.get_submodule(path))
+        for path in _recomputed(builder, stages, switch, found):
+            builder.add_late(policy_at(policy, path).recompute(path, builder.model.get_submodule(path)))
     except (ConfigError, NotSupportedError) as error:
-        yield Problem(where=where, rule=rule, what=str(error), todo="change or remove gradient_checkpoint_config")
+        todo = "change or remove gradient_checkpoint_config"
+        builder.report(where=", ".join(found), rule=rule, what=str(error), todo=todo)
 
 
 def _recomputed(
-    model: nn.Module, config: ShardConfig, stages: Stages | None, switch: GradientCheckpointConfig, found: Blocks
+    builder: PlanBuilder, stages: Stages | None, switch: GradientCheckpointConfig, found: dict[str, list[str]]
 ) -> Iterator[str]:
     """Yield the names of the blocks that are recomputed."""
     if switch.num_ckpt_layers_per_stage is not None:
-        cut = Cut.by(config, model, stages)
+        cut = Cut.by(builder.config, builder.model, stages)
         counts = switch.of_stages([len(cut.held(stage)) for stage in range(len(cut))])
         for stage, count in enumerate(counts):
             yield from (cut.blocks[number] for number in cut.held(stage)[:count])
         return
     # The share, or the number, is that of each list: an encoder and a decoder are recomputed alike.
-    for name, blocks in found.items():
-        yield from (f"{name}.{index}" for index, _ in blocks[: switch.blocks(len(blocks))])
+    for blocks in found.values():
+        yield from blocks[: switch.blocks(len(blocks))]
 
 
-def _unread(policy: Policy, config: ShardConfig) -> Iterator[Problem]:
+def _report_unread(builder: PlanBuilder, policy: Policy) -> None:
     """Report settings that nothing would read."""
     read = policy.extra_kwargs.union(*(part.extra_kwargs for part in policy.parts.values()))
-    for name in sorted(set(config.extra_kwargs) - read, key=str):
+    for name in sorted(set(builder.config.extra_kwargs) - read, key=str):
         known = ", ".join(sorted(read)) or "none"
-        yield Problem(
-            where="",
+        builder.report(
             rule=f"ShardConfig.extra_kwargs[{name!r}]",
             what=f"{type(policy).__qualname__} does not read it; what it reads: {known}",
             todo="remove it, or correct the name",
