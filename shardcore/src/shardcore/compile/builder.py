@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from typing_extensions import override
 
-from shardcore.compile.parts import Part, matches
 from shardcore.config import ShardConfig
 from shardcore.errors import Problem
 from shardcore.nn import Layout, ParallelMixin
@@ -17,8 +16,11 @@ from shardcore.nn.context.shard import divided_attention
 from shardcore.nn.layout import ExpertsLayout
 from shardcore.plan.steps.base import PlanView, Step
 from shardcore.plan.steps.modules import Swap
-from shardcore.policy import HeadCounts, Rule, Scope
-from shardcore.styles._finding import dotted, submodule
+from shardcore.policy import HeadCounts, Policy, Rule, Scope
+from shardcore.styles._finding import dotted, is_in, submodule
+
+#: What a policy's `module_policy` yields, in lists.
+Rules = Mapping[str | type[nn.Module] | nn.Module, Sequence[Rule]]
 
 #: Given a native class and the class that would replace it: the class to be used in its place, or None.
 Modules = Callable[[type[nn.Module], type[ParallelMixin]], type[ParallelMixin] | None]
@@ -136,6 +138,33 @@ class PlanBuilder(PlanView):
 
 
 @dataclass
+class Part:
+    """A submodule that a policy of its own serves; the path of the whole model is ``""``.
+
+    Attributes:
+        inner: the paths of the parts that its rules delegate.
+        heads: what the policy's checks count, by the class whose heads they are; None if they cannot be split.
+    """
+
+    path: str
+    module: nn.Module
+    policy: Policy
+    origin: str
+    rules: Rules
+    inner: list[str] = field(default_factory=list)
+    heads: dict[str, HeadCounts | None] = field(default_factory=dict)
+
+    def holds(self, path: str) -> bool:
+        """Tell whether the module ``path`` is this part's own, and no inner part's."""
+        return is_in(path, self.path) and not any(is_in(path, inner) for inner in self.inner)
+
+
+def matches(module: nn.Module, key: str | type[nn.Module] | nn.Module) -> bool:
+    """Tell whether ``key`` of a `ModulePolicy` means the module."""
+    return key is module or any(cls is key or cls.__name__ == key for cls in type(module).__mro__)
+
+
+@dataclass
 class RuleScope(Scope):
     """`shardcore.policy.Scope` for one rule and one module."""
 
@@ -184,7 +213,7 @@ class RuleScope(Scope):
     def find(self, suffix: str) -> nn.Module | None:
         found = submodule(self.module, suffix)
         if found is None and not self.rule.optional:
-            what = _absence(self.module, suffix)
+            what = absence(self.module, suffix)
             self.problem(what, "correct the name for this version of the model, or say optional=True")
         return found
 
@@ -239,7 +268,7 @@ class RuleScope(Scope):
         self.builder.refusals.append(Problem(where=self.name(""), rule=self.rule.text, what=what, todo=todo))
 
 
-def _absence(module: nn.Module, suffix: str) -> str:
+def absence(module: nn.Module, suffix: str) -> str:
     """Say where the way to the submodule ``suffix`` ends, and how it could go on."""
     *parts, last = dotted(suffix).split(".")
     way = []

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from shardcore.compile.builder import Modules, ParameterClaim, PlanBuilder, RuleScope
+from shardcore.compile.builder import Modules, ParameterClaim, Part, PlanBuilder, Rules, RuleScope, matches
 from shardcore.compile.checks import check_stages, refuse_captured, report_tensors
 from shardcore.compile.data_policy import policy_of
-from shardcore.compile.parts import Delegates, Part, PartFinder, Rules, joined_stages, matches
+from shardcore.compile.parts import Delegates, PartFinder, joined_stages
 from shardcore.compile.switches import optimize
 from shardcore.config import ShardConfig
 from shardcore.errors import PlanError, Problem, ShardcoreError
@@ -53,15 +53,14 @@ def compile_plan(
     config = config.resolve(config.ranks)
     builder = PlanBuilder(model, config, config.tensor_parallel_size or 1, modules=modules)
     rules_of = functools.partial(_module_policy, builder)
-    finder = PartFinder(model, config, builder.paths, builder.problems, rules_of, delegates, policy.parts)
-    parts = finder.find(policy, origin)
+    parts = PartFinder(builder, rules_of, delegates, policy.parts).find(policy, origin)
     for part in parts:
         _check_heads(builder, part)
     _plan_rules(builder, policy, parts)
     builder.check()
     refuse_captured(builder)
     report_tensors(builder)
-    stages = check_stages(builder, policy, joined_stages(parts, builder.problems))
+    stages = check_stages(builder, policy, joined_stages(builder, parts))
     for path in stages.around if stages and config.ranks > 1 else ():
         builder.add_late(ScopeRandomness(path=path))
     choices = optimize(builder, policy, stages, device_type or device_type_here())

@@ -4,53 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from shardcore.config import ShardConfig
-from shardcore.errors import NoPolicyError, Problem, ShardcoreError
+from shardcore.compile.builder import Part, PlanBuilder, Rules, absence, matches
+from shardcore.errors import NoPolicyError, ShardcoreError
 from shardcore.plan import Stages
-from shardcore.policy import HeadCounts, Policy, Rule
+from shardcore.policy import Policy
 from shardcore.styles._finding import is_in
 from shardcore.styles.models import DelegateRule
 
 #: Returns the policy for a class of models, and the distribution and version that it comes from.
 Delegates = Callable[[type[nn.Module]], tuple[Policy, str]]
 
-#: What a policy's `module_policy` yields, in lists.
-Rules = Mapping[str | type[nn.Module] | nn.Module, Sequence[Rule]]
-
-
-@dataclass
-class Part:
-    """A submodule that a policy of its own serves; the path of the whole model is ``""``.
-
-    Attributes:
-        inner: the paths of the parts that its rules delegate.
-        heads: what the policy's checks count, by the class whose heads they are; None if they cannot be split.
-    """
-
-    path: str
-    module: nn.Module
-    policy: Policy
-    origin: str
-    rules: Rules
-    inner: list[str] = field(default_factory=list)
-    heads: dict[str, HeadCounts | None] = field(default_factory=dict)
-
-    def holds(self, path: str) -> bool:
-        """Tell whether the module ``path`` is this part's own, and no inner part's."""
-        return is_in(path, self.path) and not any(is_in(path, inner) for inner in self.inner)
-
 
 def _nested(path: str, other: str) -> bool:
     return is_in(path, other) or is_in(other, path)
-
-
-def matches(module: nn.Module, key: str | type[nn.Module] | nn.Module) -> bool:
-    """Tell whether ``key`` of a `ModulePolicy` means the module."""
-    return key is module or any(cls is key or cls.__name__ == key for cls in type(module).__mro__)
 
 
 def policy_at(policy: Policy, path: str) -> Policy:
@@ -64,19 +34,13 @@ class PartFinder:
     """Finds the parts of a model.
 
     Attributes:
-        model: the whole model.
-        config: the resolved configuration.
-        paths: the first name of each module, by identity.
-        problems: where problems are recorded.
+        builder: has the whole model, and takes problems.
         rules_of: returns the rules of a policy.
         delegates: finds the policies that no rule gives.
         known: the policies that an earlier search has found, by path: they may have changed the model meanwhile.
     """
 
-    model: nn.Module
-    config: ShardConfig
-    paths: dict[int, str]
-    problems: list[Problem]
+    builder: PlanBuilder
     rules_of: Callable[[Policy], Rules]
     delegates: Delegates | None
     known: Mapping[str, Policy]
@@ -87,7 +51,7 @@ class PartFinder:
         Raises:
             NoPolicyError: no pack serves a delegated submodule.
         """
-        parts = [self._part("", self.model, policy, origin)]
+        parts = [self._part("", self.builder.model, policy, origin)]
         for part in parts:  # grows while it is gone through
             for found, rule in self._inner(part):
                 known = next((other for other in parts if other.path == found.path), None)
@@ -97,13 +61,13 @@ class PartFinder:
                 elif type(known.policy) is not type(found.policy):  # a module under two names is one part
                     both = f"{type(known.policy).__qualname__} and {type(found.policy).__qualname__}"
                     what = f"it is delegated to two policies, {both}"
-                    self.problems.append(Problem(where=found.path, rule=rule.text, what=what, todo="keep one of them"))
+                    self.builder.report(where=found.path, rule=rule.text, what=what, todo="keep one of them")
         policy.parts = {part.path: part.policy for part in parts[1:]}
         return parts
 
     def _part(self, path: str, module: nn.Module, policy: Policy, origin: str) -> Part:
         policy.set_model(module)
-        policy.set_shard_config(self.config)
+        policy.set_shard_config(self.builder.config)
         return Part(path=path, module=module, policy=policy, origin=origin, rules=self.rules_of(policy))
 
     def _inner(self, part: Part) -> Iterator[tuple[Part, DelegateRule]]:
@@ -117,7 +81,7 @@ class PartFinder:
                 around = next((p for p in part.inner if found and p != found.path and _nested(p, found.path)), None)
                 if around is not None and found is not None:
                     what, todo = f"it and {around} are delegated, and one is inside of the other", "keep one of them"
-                    self.problems.append(Problem(where=found.path, rule=rule.text, what=what, todo=todo))
+                    self.builder.report(where=found.path, rule=rule.text, what=what, todo=todo)
                 elif found is not None:
                     yield found, rule
 
@@ -129,14 +93,13 @@ class PartFinder:
         if module is None and rule.optional:
             return None
         if not isinstance(module, nn.Module):
-            children = ", ".join(name for name, _ in owner.named_children()) or "none"
-            what = f"{type(owner).__name__} has no submodule {rule.name!r}; its children are {children}"
-            todo = "correct the name for this version of the model, or say optional=True"
-            if not rule.name:
-                what, todo = "it would delegate the module to its own policy again", "name a submodule"
-            self.problems.append(Problem(where=where, rule=rule.text, what=what, todo=todo))
+            what, todo = "it would delegate the module to its own policy again", "name a submodule"
+            if rule.name:
+                what = absence(owner, rule.name)
+                todo = "correct the name for this version of the model, or say optional=True"
+            self.builder.report(where=where, rule=rule.text, what=what, todo=todo)
             return None
-        where = self.paths.get(id(module), where)
+        where = self.builder.paths.get(id(module), where)
         policy, origin = self._policy(where, module, rule)
         return self._part(where, module, policy, origin)
 
@@ -146,13 +109,14 @@ class PartFinder:
             if isinstance(rule.policy, type):
                 return (known if type(known) is rule.policy else rule.policy()), ""
             return rule.policy, ""
-        said = f"{type(self.model).__name__} delegates its part {path!r}, a {type(module).__name__}, to the pack for it"
+        whole = type(self.builder.model).__name__
+        said = f"{whole} delegates its part {path!r}, a {type(module).__name__}, to the pack for it"
         if self.delegates is None:
             raise NoPolicyError(f"{said}, and compile_plan was given no delegates=; pass Registry.policy_for")
         try:
             policy, origin = self.delegates(type(module))
         except NoPolicyError as error:
-            way = f"  way out: say delegate({rule.name!r}, policy=...) in the policy of {type(self.model).__name__}"
+            way = f"  way out: say delegate({rule.name!r}, policy=...) in the policy of {whole}"
             raise NoPolicyError(f"{said}:\n{error}\n{way}") from None
         except ShardcoreError as error:
             error.add_note(f"{said}.")
@@ -161,7 +125,7 @@ class PartFinder:
         return (known if type(known) is type(policy) else policy), origin
 
 
-def joined_stages(parts: Sequence[Part], problems: list[Problem]) -> Stages | None:
+def joined_stages(builder: PlanBuilder, parts: Sequence[Part]) -> Stages | None:
     """Return the stages of the whole model, with those of its parts where their names stand in ``blocks``."""
     by_path = {part.path: part for part in parts}
 
@@ -181,7 +145,7 @@ def joined_stages(parts: Sequence[Part], problems: list[Problem]) -> Stages | No
                 rule = f"{type(piece.policy).__qualname__}.stages"
                 what = "stages of the whole model name this part in blocks, but its own policy has no stages"
                 todo = "give that policy stages, or name the part in another place than blocks"
-                problems.append(Problem(where=piece.path, rule=rule, what=what, todo=todo))
+                builder.report(where=piece.path, rule=rule, what=what, todo=todo)
                 continue
             moved = inner.mapped(functools.partial(_under, piece.path.removeprefix(_prefix(part.path))))
             for name in _ORDER:
