@@ -23,21 +23,21 @@ class Around(nn.Module):
 """
 CLIENT = """
 import their_library
+from shardcore.clients import Attached
 
 seen = []
 
-class Attached:
+class Theirs(Attached):
     def __init__(self, model):
         self.model = model
 
+    def begin(self): seen.append("begin")
+    def give_up(self): seen.append("give_up")
     def check(self, plan): seen.append("check")
-    def items(self, *, values): return iter(())
-    def take_off(self): seen.append("take_off")
-    def put_back(self): seen.append("put_back")
-    def attach(self, context, receive): seen.append("attach")
+    def apply(self, context, plan): seen.append(context)
 
 def attached_to(model):
-    return Attached(model.inner) if isinstance(model, their_library.Around) else None
+    return Theirs(model.inner) if isinstance(model, their_library.Around) else None
 
 def change():
     seen.append("changed")
@@ -61,7 +61,7 @@ def test_what_a_library_has_around_a_model_is_taken_off_and_put_back(fresh):
 
     model = their_library.Around(build())
     assert shardcore.shard(model, tp=1, policy=TinyPolicy) is model
-    assert their_client.seen == ["take_off", "check", "put_back"]  # one rank has nothing to share
+    assert their_client.seen == ["begin", "check", None]  # one rank has nothing to share
     assert their_client.change in clients.changes_of_libraries()
     assert clients.attached_to(nn.Linear(2, 2)) is None
 

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardcore.agree.agreement import agree
+from shardcore.agree.received import receive
 from shardcore.apply.launch import start_process_group
 from shardcore.apply.shardable import check_model
 from shardcore.apply.sharder import ModelSharder
-from shardcore.clients import Attaching, attached_to, unpacking
+from shardcore.clients import attached_to, unpacking
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.fsdp.optimizers import held_elsewhere, warn_of_stale_optimizers
@@ -93,11 +94,13 @@ def shard(
         held = held_elsewhere(model) if optimizer is None else {}
         attached = attached_to(model)
         inner = model if attached is None else attached.model
+        if attached is not None and sync_from is not None:
+            attached.receive = lambda module: receive(module, sync_from, config.group())
         # The order in which a model becomes a sharded one, after its layers.
         fsdp = Fsdp(model, optimizer, wrap=wrap, inner=inner)
         phases: list[ModelPhase] = [
             *unpacking(inner),  # linears of quantized weights
-            *([] if attached is None else [Attaching(attached, sync_from, config.group)]),  # adapters
+            *([] if attached is None else [attached]),  # adapters
             Pipelining(inner, fsdp.dtype),  # this rank keeps its stages
             fsdp,  # FSDP2, and the optimizer
             *([] if weights is None else [Materializing(inner, weights, sync_from)]),  # values

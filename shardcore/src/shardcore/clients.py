@@ -28,19 +28,15 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from importlib_metadata import EntryPoint, entry_points
 from torch import nn
-from torch.distributed import ProcessGroup
 
-from shardcore.agree.fingerprint import Item
-from shardcore.agree.received import receive
 from shardcore.errors import ConfigError
 from shardcore.mesh.context import ShardContext
 from shardcore.nn import libraries
 from shardcore.nn.process import Change
-from shardcore.plan import ShardPlan
 from shardcore.plan.shard_plan import ModelPhase
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore.policy import Policy
@@ -48,7 +44,6 @@ from shardcore.policy import Policy
 __all__ = [
     "GROUP",
     "Attached",
-    "Attaching",
     "attached_to",
     "changes_of_libraries",
     "client_of",
@@ -61,36 +56,23 @@ __all__ = [
 GROUP = "shardcore.clients"
 
 
-class Attached(Protocol):
-    """What a library has put around the layers of a model (adapters), between the call of `shard` and its end.
+class Attached(ModelPhase):
+    """What a library has around the layers of a model (adapters), between the call of `shard` and its end.
 
-    A policy names the modules of the class that it serves: what is around them is taken off while the model is sharded,
-    and put back after.
+    A policy names the modules of the class that it serves. `begin` leaves these alone in the model, and `give_up`
+    undoes that. `apply` puts back what was taken off: on the sharded model, or as it was where nothing was sharded.
 
     Attributes:
         model: what is sharded: the model without what is attached.
+        receive: gives a module the values of one rank; None where those of the ranks have to be equal. `shard` sets it.
     """
 
     model: nn.Module
+    receive: Callable[[nn.Module], None] | None = None
 
-    def check(self, plan: ShardPlan) -> None:
-        """Refuse what is known to have no sharded form, before anything is changed."""
-
-    def items(self, *, values: bool) -> Iterator[Item]:
-        """Yield what has to be the same on every rank; with ``values``, those of parameters too."""
-
-    def take_off(self) -> None:
-        """Leave the native modules alone in the model."""
-
-    def put_back(self) -> None:
-        """Undo `take_off`: the model was not sharded."""
-
-    def attach(self, context: ShardContext, receive: Callable[[nn.Module], None] | None) -> None:
-        """Put back what was taken off, on the sharded model; ``receive`` gives a module the values of one rank.
-
-        Raises:
-            NotSupportedError: something cannot be attached where it was.
-        """
+    def runs(self, context: ShardContext | None) -> bool:
+        """Also where nothing was sharded: it is put back."""
+        return True
 
 
 @functools.cache
@@ -182,45 +164,3 @@ def changes_of_libraries() -> tuple[Change, ...]:
     """Return what is changed in the libraries that are imported here as long as a sharded model lives."""
     clients = [client_of(library) for library in _offered() if library in sys.modules]
     return tuple(change for client in clients for change in getattr(client, "CHANGES", ()))
-
-
-class Attaching(ModelPhase):
-    """What a library has around the layers of a model: taken off, and put back on what they have become.
-
-    Args:
-        attached: that.
-        sync_from: as given to `shardcore.shard`.
-        group: the ranks that shard the model together.
-    """
-
-    def __init__(self, attached: Attached, sync_from: int | None, group: Callable[[], ProcessGroup | None]) -> None:
-        self._attached, self._sync_from, self._group = attached, sync_from, group
-
-    def begin(self) -> None:
-        """Leave the native modules alone in the model."""
-        self._attached.take_off()
-
-    def give_up(self) -> None:
-        """Put everything back."""
-        self._attached.put_back()
-
-    def check(self, plan: ShardPlan) -> None:
-        """Refuse what has no sharded form."""
-        self._attached.check(plan)
-
-    def items(self) -> Iterator[Item]:
-        """Yield what is attached, with its values where they are not those of one rank."""
-        yield from self._attached.items(values=self._sync_from is None)
-
-    def runs(self, context: ShardContext | None) -> bool:
-        """Also where nothing was sharded: it is put back."""
-        return True
-
-    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
-        """Put it on the sharded model."""
-        if context is None:
-            self._attached.put_back()
-        else:
-            source = self._sync_from
-            received = None if source is None else functools.partial(receive, source=source, group=self._group())
-            self._attached.attach(context, received)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from peft import PeftModel
@@ -10,6 +10,7 @@ from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
 from shardcore.agree.fingerprint import Item, model_items, tensor_items
+from shardcore.clients import Attached
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
 from shardcore.plan import ShardPlan
@@ -33,8 +34,8 @@ def attached_to(model: nn.Module) -> AttachedAdapters | None:
     return AttachedAdapters(model)
 
 
-class AttachedAdapters:
-    """The adapters of one model; see `shardcore.clients.Attached`.
+class AttachedAdapters(Attached):
+    """The adapters of one model.
 
     Args:
         model: a ``PeftModel``, or a model with layers of PEFT.
@@ -65,8 +66,8 @@ class AttachedAdapters:
             for site in self._sites:
                 check_site(site, made)
 
-    def items(self, *, values: bool) -> Iterator[Item]:
-        """Yield what has to be the same on every rank: kinds, settings, shapes and ``values`` of all adapters."""
+    def items(self) -> Iterator[Item]:
+        """Yield kinds, settings and shapes of all adapters, and their values where they are not those of one rank."""
         yield "the class around the model", f"{type(self.outer).__module__}.{type(self.outer).__qualname__}"
         for name, config in sorted(self._methods().items()):
             for key, value in sorted(config.to_dict().items()):
@@ -74,7 +75,7 @@ class AttachedAdapters:
                 yield f"the setting {key} of the adapter {name!r}", text
         held = self._held()
         yield from model_items(held)
-        for items in tensor_items(held, values=values):
+        for items in tensor_items(held, values=self.receive is None):
             yield from items
 
     def _held(self) -> nn.ModuleDict:
@@ -87,28 +88,31 @@ class AttachedAdapters:
             }
         )
 
-    def take_off(self) -> None:
+    def begin(self) -> None:
         """Put the native modules in the places of the layers."""
         for site in self._sites:
             layer = nested(site.layer)[-1]
             site.parent._modules[site.name] = layer._modules[inner_name(layer)]
             self._of_quantized += let_be_of_linears(site.layer)
 
-    def put_back(self) -> None:
-        """Undo `take_off`."""
+    def give_up(self) -> None:
+        """Put the layers back as they were."""
         for site in self._sites:
             site.parent._modules[site.name] = site.layer
         for layer, kind in self._of_quantized:
             layer.__class__ = kind
 
-    def attach(self, context: ShardContext, receive: Callable[[nn.Module], None] | None) -> None:
+    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
         """Put the layers around what their native modules have become, and shard their adapters likewise.
 
         Raises:
             NotSupportedError: a layer is around a module of which nothing is known.
         """
-        if receive is not None:
-            receive(self._held())
+        if context is None:
+            self.give_up()
+            return
+        if self.receive is not None:
+            self.receive(self._held())
         tied: Tied = {}
         for site in self._sites:
             layer = nested(site.layer)[-1]
