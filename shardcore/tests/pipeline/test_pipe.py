@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardcore
 from shardcore.api import shard
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.pipeline import SCHEDULES, micro_batches
+from shardcore.pipeline.ranks import PipelineRanks
 from shardcore.plan import Stages
 from shardcore.policy import Policy
 from shardcore.styles import replicate, sequence
@@ -303,6 +305,19 @@ def called() -> None:
 
 def test_a_call_runs_through_all_stages(pool):
     pool.run(called, world=2)
+
+
+def test_outputs_travel_where_the_group_is():
+    """As NCCL alone serves no tensor of the CPU, "fake" serves those on meta here."""
+    ranks = object.__new__(PipelineRanks)
+    ranks.rank, ranks.group = 0, None
+    out = {"logits": torch.empty(2, 3, device="meta"), "kind": "plain", "inside": torch.empty(1, device="meta")}
+    dist.init_process_group("meta:fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        found = ranks.broadcast(out, 0, (2,))
+    finally:
+        dist.destroy_process_group()
+    assert found == {**out, "inside": None}
 
 
 def repointed(options: dict[str, Any]) -> None:

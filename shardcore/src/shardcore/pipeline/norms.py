@@ -57,8 +57,9 @@ def grad_norm(model: nn.Module) -> Tensor:
     for mesh, named in of_mesh.items():
         squares = _squared_norm(named, (), 1 if mesh is None else mesh.size(), device)
         if mesh is not None:
+            squares = squares.to(mesh.device_type)  # FSDP2 may keep gradients on the host
             dist.all_reduce(squares, group=group_of(mesh))
-        total += squares
+        total += squares.to(device)
     return total.sqrt()
 
 

@@ -90,7 +90,7 @@ class PipelineRanks:
             leaves = [None if place in missing else leaf for place, leaf in enumerate(leaves)]
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             told = [tree_map_only(Tensor, _Sent, tree_unflatten(leaves, tree))]
-        dist.broadcast_object_list(told, group=self.group, group_src=source, device=torch.device("cpu"))
+        dist.broadcast_object_list(told, group=self.group, group_src=source)
         own = iter(tensors)
         found: Any = tree_map_only(_Sent, lambda sent: self._broadcast(sent, next(own, None), source), told[0])
         return found
