@@ -11,6 +11,7 @@ from shardcore.pipeline import micro_batches
 from shardcore.pipeline.losses import LossCalls, _near, named, reductions_of, shares_of
 
 WORDS = 7
+LINEAR = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it since 2.13")
 LABELS = torch.tensor([[5, 1, -100, 2], [3, -100, -100, -100], [-100, 2, 4, 6], [1, 1, 1, -100]])
 
 REPLACED = LABELS.gt(1).long()
@@ -34,6 +35,12 @@ def causal(x, labels, **more):
 
 def cut(x, labels):
     return F.cross_entropy(logits(x, 4, WORDS)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def of_the_head_too(x, labels):
+    head = logits(torch.zeros(1), WORDS, 5)[0].double()
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    return F.linear_cross_entropy(logits(x, 4, 5).flatten(0, 1), head, shifted.flatten())
 
 
 def masked(x, labels):
@@ -119,6 +126,7 @@ POSITIONS = {"start_positions": torch.tensor([0, 1, 2, 1]), "end_positions": tor
         (causal, {"labels": LABELS, "num_items_in_batch": 6}),
         (causal, {"labels": LABELS, "num_items_in_batch": torch.tensor(6)}),
         (cut, {"labels": LABELS}),
+        pytest.param(of_the_head_too, {"labels": LABELS}, marks=LINEAR),
         (masked, {"labels": LABELS}),
         (by_hand, {"labels": LABELS}),
         (one_by_one, {"labels": LABELS}),

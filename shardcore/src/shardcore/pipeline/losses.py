@@ -32,28 +32,9 @@ Weight: TypeAlias = Callable[[Mapping[str, Any]], float]
 
 #: Functions of torch that reduce to one number, as ``reduction`` says.
 _LOSSES = frozenset(
-    (
-        F.binary_cross_entropy,
-        F.binary_cross_entropy_with_logits,
-        F.cosine_embedding_loss,
-        F.cross_entropy,
-        F.ctc_loss,
-        F.gaussian_nll_loss,
-        F.hinge_embedding_loss,
-        F.huber_loss,
-        F.kl_div,
-        F.l1_loss,
-        F.margin_ranking_loss,
-        F.mse_loss,
-        F.multi_margin_loss,
-        F.multilabel_margin_loss,
-        F.multilabel_soft_margin_loss,
-        F.nll_loss,
-        F.poisson_nll_loss,
-        F.smooth_l1_loss,
-        F.soft_margin_loss,
-        F.triplet_margin_loss,
-    )
+    function
+    for function in vars(F).values()
+    if inspect.isfunction(function) and "reduction" in inspect.signature(function).parameters
 )
 
 
@@ -204,7 +185,8 @@ def _over(function: Any, target: Any, given: Mapping[str, Any], arguments: Mappi
         return Reduction(kind="rows")
     if target.is_floating_point():
         return _over_numbers(target, arguments)
-    ignored = given.get("ignore_index", IGNORED)
+    ignored = given.get("ignore_index")
+    ignored = IGNORED if ignored is None else ignored
     integers = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and not v.is_floating_point() and v.ndim}
     integers = {name: value.to(target.device) for name, value in integers.items()}
     # What is equal as it is comes before what is when it is shifted, perhaps by accident: short masks are.
