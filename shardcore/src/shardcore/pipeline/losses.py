@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -134,8 +134,9 @@ class LossCalls(TorchFunctionMode):
 
     Args:
         arguments: of the call of the model, among which labels are looked for.
-        traced: the call is a trace, of which nothing goes on. From a loss function on it records gradients, which tell
-            how a loss is made of what that returned, where values may come near those of another reduction.
+        traced: the call is a trace, of which nothing goes on. From a loss function on gradients are recorded, until the
+            end of what has turned them off: they tell how a loss is made of what that returned, where values may come
+            near those of another reduction.
 
     Attributes:
         calls: of these functions; not of those that compute on meta.
@@ -145,17 +146,6 @@ class LossCalls(TorchFunctionMode):
         super().__init__()
         self._arguments, self._traced = arguments, traced
         self.calls: list[LossCall] = []
-
-    def __enter__(self) -> Self:
-        """Begin to write down."""
-        self._graded = torch.is_grad_enabled()
-        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        """End, and record gradients as before."""
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # untyped in torch
-        torch.set_grad_enabled(self._graded)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -170,7 +160,7 @@ class LossCalls(TorchFunctionMode):
             over = _over(func, target, given, self._arguments)
             numbers = target.numel() if isinstance(target, Tensor) else 0
             if self._traced and not torch.is_inference_mode_enabled():
-                torch.set_grad_enabled(True)  # within what has turned it off, if not until the end
+                torch.set_grad_enabled(True)
                 out = out.detach().requires_grad_()
             self.calls.append(LossCall(over=over, reduction=given["reduction"], numbers=numbers, made=out))
             return out.clone()  # what is computed of it may be computed in its place

@@ -122,7 +122,7 @@ class StageTracer:
             found, out = self._passed(arguments, outputs, crosses=True)
         if loss is None:
             return found
-        with LossCalls(arguments, traced=True) as outside:
+        with torch.enable_grad(), LossCalls(arguments, traced=True) as outside:
             value = _checked(loss(whole, arguments))
         # Of labels that are all left out a loss is NaN anyway.
         if is_probe(loss(out, arguments)) and not is_probe(value):
