@@ -8,6 +8,7 @@ release does wrongly. ``shardcore doctor`` reports both. What is imported comes 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,16 +84,10 @@ class PrivateName:
 
 def _found(path: str) -> Any:
     """Return the module or attribute ``path``, or None."""
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:count]))
-        except ImportError:
-            continue
-        for part in parts[count:]:
-            found = getattr(found, part, None)
-        return found
-    return None
+    try:
+        return pkgutil.resolve_name(path)
+    except (AttributeError, ImportError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
