@@ -108,16 +108,10 @@ class Pipeline:
         outputs: list[Any] | None = None,
         everywhere: bool = False,
     ) -> Tensor:
-        """Run a batch, and return its loss; see `PipelinedModel.train_step` and `PipelinedModel.eval_step`.
+        """Run a batch, and return its loss; the arguments that `PipelinedModel.train_step` has are said there.
 
-        Args:
-            batch: the arguments of a call, by name, or what returns them.
-            training: run its backward too; else gradients are not recorded.
-            loss: of an output and a micro-batch.
-            weight: of a micro-batch.
-            scale: what the loss is multiplied with, as half precision needs it.
-            outputs: is extended by the outputs of all micro-batches.
-            everywhere: on all ranks.
+        With ``training`` its backward runs too, else gradients are not recorded. The loss is multiplied with ``scale``,
+        as half precision needs it, and ``batch`` may be what returns the batch.
         """
         step = self._begun(batch, loss or own_loss, weight, training=training)
         step.scale = scale
