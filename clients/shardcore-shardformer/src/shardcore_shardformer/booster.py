@@ -24,7 +24,7 @@ from shardcore.mesh.context import context_of
 from shardcore.pipeline import micro_batches
 from shardcore.pipeline.engine import pipeline_of
 from shardcore.pipeline.losses import LossCalls, own_loss, reductions_of, shares_of, wide
-from shardcore.pipeline.microbatches import lacks_labels, rows_of, with_labels
+from shardcore.pipeline.microbatches import IGNORED, rows_of, with_labels
 from shardcore_shardformer.outputs import joined
 from shardcore_shardformer.plugin import HybridParallelPlugin
 from shardcore_shardformer.stepping import Stepping
@@ -182,14 +182,14 @@ class Booster:
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a model that no pipeline divides; return their loss."""
         parts = micro_batches(arguments, **self.plugin.division)
-        shares = [1.0] if len(parts) == 1 and not lacks_labels(parts[0]) else []
+        shares = [1.0] if len(parts) == 1 and not _lacks_labels(parts[0]) else []
         losses = []
         for number, part in enumerate(parts):
             # Below ZeRO's second stage replicas sum gradients once for each batch.
             waits = self.plugin.zero_stage < 2 and number + 1 < len(parts)
             with self.no_sync(model) if waits else contextlib.nullcontext():
                 # Every micro-batch runs, since replicas sum gradients in its backward.
-                call = with_labels(part) if (not shares[number] if shares else lacks_labels(part)) else part
+                call = with_labels(part) if (not shares[number] if shares else _lacks_labels(part)) else part
                 inside, outside = LossCalls(call), LossCalls(call)
                 with contextlib.nullcontext() if shares else inside:
                     out = model(**call)
@@ -285,6 +285,12 @@ def _arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
     device = torch.device(device_type_here()) if context is None else context.device
     moved: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(batch))
     return moved
+
+
+def _lacks_labels(arguments: Mapping[str, Any]) -> bool:
+    """Tell whether there are labels of which none counts."""
+    labels = arguments.get("labels")
+    return isinstance(labels, Tensor) and not labels.is_floating_point() and not bool(labels.ne(IGNORED).any())
 
 
 def _is_first() -> bool:

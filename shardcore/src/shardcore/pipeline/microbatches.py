@@ -85,12 +85,6 @@ def contents_of(batch: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(f"tensor {n} of the batch", checksum(leaf)) for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
 
-def lacks_labels(arguments: Mapping[str, Any]) -> bool:
-    """Tell whether there are labels of which none counts."""
-    labels = arguments.get("labels")
-    return isinstance(labels, Tensor) and not labels.is_floating_point() and not bool(labels.ne(IGNORED).any())
-
-
 def with_labels(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return arguments in which labels count, for a micro-batch that has no share in the loss: a mean over none is NaN.
 
