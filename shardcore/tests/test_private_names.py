@@ -17,12 +17,17 @@ from packaging.version import Version
 
 import shardcore
 from shardcore import _private
-from shardcore._private import CORE, DATA_PARALLEL, FUSED, KIT, SAVING, TORCH, PrivateName
+from shardcore._private import CORE, DATA_PARALLEL, FUSED, SAVING, TORCH, PrivateName
 from shardcore.errors import NotSupportedError
 from shardcore_cli.doctor import examine
+from shardcore_planner import _private as planner
+from shardcore_testing import _private as kit
 
 ROOT = Path(shardcore.__file__).parent
 HERE = Version(torch.__version__)
+
+#: What is used of torch.
+ROWS = (*TORCH.names, *planner.TORCH.names, *kit.TORCH.names)
 
 #: Private names of Python itself, and marks that shardcore sets on objects of others.
 OTHERS = {"_current_frames", "_exit", "_metadata", "_registry", "_replace", "_weight_conversions", "_written_down"}
@@ -76,7 +81,7 @@ def unlisted(file: str, tree: ast.Module, own: set[str], listed: set[str]) -> li
 
 def listed_names() -> set[str]:
     # Read, not imported: the core's tests run without transformers.
-    paths = [row.path for row in TORCH.names]
+    paths = [row.path for row in ROWS]
     tables = [root_of("shardcore_transformers") / "_private.py"]
     texts = [n.value for f in tables for n in ast.walk(ast.parse(f.read_text())) if isinstance(n, ast.Constant)]
     return {part for text in (*paths, *map(str, texts)) for part in text.split(".") if is_private(part)}
@@ -104,13 +109,13 @@ def test_a_name_outside_of_the_tables_is_found(text):
 
 def test_every_name_in_the_table_is_used():
     text = "\n".join(path.read_text() for _, path in files_of(*EVERY) if path.name != "_private.py")
-    for row in TORCH.names:
+    for row in ROWS:
         if row.name == "_StridedShardNotDecodableError":
             continue  # a sign of what that release can do
         assert re.search(rf"\b{row.name}\b", text), row.path
 
 
-@pytest.mark.parametrize("row", TORCH.names, ids=lambda row: row.path)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.path)
 def test_the_installed_torch_has_it(row: PrivateName):
     due = not row.since or Version(row.since) <= HERE
     assert row.is_there() == due, _private.complaint([row])
@@ -128,7 +133,6 @@ GONE = [
     ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", DATA_PARALLEL),
     ("torch.distributed._state_dict_utils._distribute_tensors", FUSED),
     ("torch.distributed.distributed_c10d._get_default_store", SAVING),
-    ("torch.distributed.tensor._collective_utils.MeshTopoInfo", KIT),
 ]
 
 
@@ -147,6 +151,14 @@ def test_a_name_that_is_gone_is_named(monkeypatch, path, feature):
     gone = {row.path for row in _private.missing()} - lacking.keys()
     assert gone == {path}
     _private.require(SAVING if feature != SAVING else DATA_PARALLEL)
+
+
+def test_a_name_of_the_kit_that_is_gone_is_named(monkeypatch):
+    kit.TORCH.require()
+    monkeypatch.delattr(path := "torch.distributed.tensor._collective_utils.MeshTopoInfo")
+    with pytest.raises(NotSupportedError, match=rf"has no {re.escape(path)}: a private name, needed by shardcore_test"):
+        kit.TORCH.require()
+    _private.require(SAVING)
 
 
 def test_attributes_of_instances_are_looked_for(monkeypatch):

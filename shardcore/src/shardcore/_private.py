@@ -1,8 +1,8 @@
 """What shardcore uses of torch that torch does not promise to keep, and what is said when one of it is gone.
 
-Every private name of torch in the core is in `TORCH`; those of libraries are in the tables of their clients. A release
-that lacks a name makes `require` raise where the feature that needs it is asked for. `ABILITIES` are what an older
-release does wrongly. ``shardcore doctor`` reports both. What is imported comes from `shardcore._torch`.
+Every private name of torch in the core is in `TORCH`; the kit's and those of libraries are in tables around the core. A
+release that lacks a name makes `require` raise where the feature that needs it is asked for. `ABILITIES` are what an
+older release does wrongly. ``shardcore doctor`` reports both. What is imported comes from `shardcore._torch`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ CLIPPING = "clipping the gradients of whole experts"
 FUSED = "linears that fuse several segments"
 SAVING = "saving"
 LOADING = "models without values"
-KIT = "shardcore_testing"
 SCALING = "gradient scalers over ranks"
 NUMBERS = "a warning of numbers of one rank's part"
 SLICES = "refusing writes into copies"
 DRAWS = "refusing random numbers that differ between ranks"
-PLANNING = "planning a step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,6 @@ _TENSOR = "torch.distributed.tensor.DTensor"
 _C10D = "torch.distributed.distributed_c10d"
 _TRACED = "collectives that torch.compile traces"
 _CALLS = "calls of parts of a model that FSDP2 has wrapped"
-_FRESH = "forgetting what one test leaves to the next"
 
 _GATHERED = "collectives of whole tensors"
 ALL_GATHER = PrivateName(
@@ -245,19 +242,6 @@ _NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.ops.aten._to_copy", "following casts from a file to a parameter", LOADING),
     PrivateName("torch.ops.aten._unsafe_view", "following views from a file to a parameter", LOADING),
     PrivateName("torch.Tensor._make_wrapper_subclass", "tensors without values", LOADING),
-    PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "counting collectives and draws", KIT),
-    PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "seeing what a step allocates and sends", PLANNING),
-    PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "running a step that allocates nothing", PLANNING),
-    PrivateName("torch._decomp.decompositions_for_rng.PhiloxStateTracker", _FRESH, KIT),
-    PrivateName("torch._dynamo.reset", _FRESH, KIT),
-    PrivateName("torch._dynamo.guards.CheckFunctionManager", _FRESH, KIT),
-    PrivateName("torch._dynamo.utils.CleanupManager", _FRESH, KIT),
-    PrivateName("torch._dynamo.trace_rules.clear_lru_cache", _FRESH, KIT),
-    PrivateName(f"{_C10D}._world", _FRESH, KIT),
-    PrivateName("torch.distributed.tensor.debug._clear_sharding_prop_cache", _FRESH, KIT),
-    PrivateName("torch.distributed.tensor._redistribute.clear_redistribute_planner_cache", _FRESH, KIT),
-    PrivateName("torch.distributed.tensor._redistribute._gen_transform_infos", _FRESH, KIT),
-    PrivateName("torch.distributed.tensor._collective_utils.MeshTopoInfo", _FRESH, KIT),
 )
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 
 import shardcore
-from shardcore._private import PLANNING, require
 from shardcore.config import ShardConfig
 from shardcore.mesh.context import context_of
 from shardcore.plan.cut import Cut
 from shardcore.policy import Policy
+from shardcore_planner._private import TORCH
 from shardcore_planner.layers import Kind, kept, kinds_of, label, truncated
 from shardcore_planner.memory import parameter_bytes
 from shardcore_planner.pipelines import estimate_pipeline
@@ -56,7 +56,7 @@ def estimate(
         NoPolicyError: no installed pack serves the model.
         PlanError: it cannot be sharded so; lists every problem.
     """
-    require(PLANNING)
+    TORCH.require()
     workload = workload.of(model)
     config = configured(config, workload)
     if (config.pipeline_parallel_size or 1) > 1:
