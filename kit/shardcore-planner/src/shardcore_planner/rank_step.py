@@ -23,6 +23,7 @@ from shardcore.pipeline import Pipeline, Stage, StageMetadata, TensorMeta, micro
 from shardcore.pipeline.engine import pipeline_of
 from shardcore.pipeline.torch_stage import StageModule
 from shardcore_planner.simulation import Certain, holding_nothing
+from shardcore_planner.sizing import resized
 from shardcore_planner.step import Places, by_axis, follow, still, sum_partial, to_fake
 from shardcore_planner.watch import KINDS, Numbers, Watch
 from shardcore_planner.workload import Call, Stepper, Workload
@@ -88,7 +89,7 @@ def metadata_of(model: Any, workload: Workload, call: Make, rows: int) -> StageM
     with torch.device("meta"):
         whole = call(model, dataclasses.replace(workload, batch=rows)).inputs()
     with Certain():
-        return engine.tracer.resized(metadata, arguments_of(model, whole))
+        return resized(engine.tracer, metadata, arguments_of(model, whole))
 
 
 def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:

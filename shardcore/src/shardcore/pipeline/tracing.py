@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
-from typing_extensions import override
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import ConfigError, NotSupportedError, ShardcoreError
 from shardcore.nn.copies import meta_copy
 from shardcore.pipeline.losses import Loss, LossCalls, named, reductions_of, wide
-from shardcore.pipeline.metadata import PROBE, Boundary, StageMetadata, TensorMeta, answered, captured, described
+from shardcore.pipeline.metadata import PROBE, StageMetadata, TensorMeta, answered, captured, described
 from shardcore.pipeline.microbatches import shapes_of
 from shardcore.pipeline.passing import HELD, VARIED, BoundaryReached, Passing, Varied, is_probe, other
 from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune
@@ -106,10 +105,10 @@ class StageTracer:
             NotSupportedError: a stage would need what it does not have; the message names it.
         """
         self._model.train(self._of.training)
-        recorder = _Recorder(self, self.device)
+        recorder = Recorder(self, self.device)
         with LossCalls(arguments, traced=True) as inside:
             try:
-                whole = self._run(recorder, arguments)
+                whole = self.run(recorder, arguments)
             except (NotImplementedError, RuntimeError) as error:
                 if isinstance(error, ShardcoreError) or "meta" not in str(error):
                     raise  # of what the model is called with
@@ -161,7 +160,7 @@ class StageTracer:
 
     def _as(self, passing: Passing, arguments: Mapping[str, Any], number: float = PROBE, whole: int = 0) -> Any:
         try:
-            return self._run(passing, arguments, passing.stage, number, whole)
+            return self.run(passing, arguments, passing.stage, number, whole)
         except ShardcoreError:
             raise
         except Exception as error:  # where all parts are there it ran
@@ -182,22 +181,6 @@ class StageTracer:
                     found.append(set(other(leaves, tree_flatten(again)[0])))
             self._apart[kind] = set().union(*found[1:]) - found[0] if found else set()  # the first are drawn
         return self._apart[kind]
-
-    def resized(self, metadata: StageMetadata, arguments: Mapping[str, Any]) -> StageMetadata:
-        """Return what is known of arguments of other sizes, without a number: nothing of their size is allocated.
-
-        Args:
-            metadata: of a call with the same arguments of any size, and in the same mode.
-            arguments: of the call, on meta.
-        """
-        sizing = _Sizing(self, metadata.boundaries)
-        with _OnMeta():  # type: ignore[no-untyped-call]
-            self._run(sizing, arguments)
-        return dataclasses.replace(
-            metadata,
-            outputs={name: tuple(trees) for name, trees in sizing.outputs.items()},
-            boundaries=tuple(sizing.boundaries[boundary.block] for boundary in metadata.boundaries),
-        )
 
     def holds(self, stage: int, name: str) -> bool:
         """Tell whether a stage holds a part under any of its names."""
@@ -240,7 +223,7 @@ class StageTracer:
                     "a pipeline runs its blocks before those of the next one; use pipeline_parallel_size=1"
                 )
 
-    def _run(
+    def run(
         self,
         handler: CallHandler,
         arguments: Mapping[str, Any],
@@ -261,7 +244,7 @@ class StageTracer:
             self._handlers.clear()
 
 
-class _Recorder:
+class Recorder:
     """Calls every part on meta, writes down what it returns, and returns that on a device."""
 
     def __init__(self, tracer: StageTracer, device: torch.device | str) -> None:
@@ -277,6 +260,7 @@ class _Recorder:
         return args, kwargs
 
     def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a part on meta, and return what it returns, of another number."""
         if self._inside:
             inner = native(*args, **kwargs)
             self.outputs.setdefault(name, []).append((described(inner), []))
@@ -284,7 +268,7 @@ class _Recorder:
         self._inside = True
         kept = [(values, len(values)) for values in captured()]
         try:
-            with self._tracer.on_meta(), _OnMeta():  # type: ignore[no-untyped-call]
+            with self._tracer.on_meta(), OnMeta():  # type: ignore[no-untyped-call]
                 args, kwargs = _on_meta(args), _on_meta(kwargs)
                 if name in self._tracer.cut.blocks:
                     args, kwargs = self._tracer.cast(args), self._tracer.cast(kwargs)
@@ -302,22 +286,7 @@ class _Recorder:
         return answered(out, self._device, HELD)
 
 
-class _Sizing(_Recorder):
-    """Returns everything on meta, and writes down what crosses, of which it is known where it is."""
-
-    def __init__(self, tracer: StageTracer, known: Sequence[Boundary]) -> None:
-        super().__init__(tracer, "meta")
-        self._places = {boundary.block: boundary.places for boundary in known}
-        self.boundaries: dict[str, Boundary] = {}
-
-    @override
-    def called(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if name in self._places and name not in self.boundaries:
-            self.boundaries[name] = Boundary.of(name, self._places[name], tree_flatten((args, kwargs, captured()))[0])
-        return args, kwargs
-
-
-class _OnMeta(TorchDispatchMode):
+class OnMeta(TorchDispatchMode):
     """Runs on meta whatever has a tensor there among its arguments; torch mixes devices in silence here and there.
 
     What a part makes of lengths alone is computed, where it would be: parts slice by it, and libraries keep it for all
