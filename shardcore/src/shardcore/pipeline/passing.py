@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Passing:
     Args:
         cut: how the model is cut.
         stage: which stage it is.
-        holds: tells whether the stage holds a part.
+        held: the parts that the stage holds.
         outputs: what each part returns.
         device: where that is.
         crosses: what was captured inside of earlier blocks arrives too.
@@ -40,13 +40,13 @@ class Passing:
         self,
         cut: Cut,
         stage: int,
-        holds: Callable[[str], bool],
+        held: Collection[str],
         outputs: Mapping[str, tuple[Any, ...]],
         device: torch.device | str,
         *,
         crosses: bool,
     ) -> None:
-        self.cut, self.stage, self.holds, self.crosses = cut, stage, holds, crosses
+        self.cut, self.stage, self.held, self.crosses = cut, stage, held, crosses
         self._outputs, self._device = outputs, device
         self._calls: dict[str, int] = {}
         self._arrived: dict[int, Tensor] = {}  # what crossed, by the id of what stands for it, which it keeps alive
@@ -59,7 +59,7 @@ class Passing:
         """Look at the arguments of a call of a part; the forward ends where the next stage begins."""
         leaves, _ = tree_flatten((args, kwargs))
         ends = self.ends(name)
-        if ends or self.holds(name):
+        if ends or name in self.held:
             self.look(name, leaves)
         if ends:
             raise BoundaryReached
@@ -104,7 +104,7 @@ class Passing:
         """Return what a call of a part returns; of one that others hold, all is ``number``, or ``whole``."""
         outputs = self._outputs[name]
         call = self._calls[name] = self._calls.get(name, -1) + 1
-        if self.holds(name):
+        if name in self.held:
             return answered(outputs[call % len(outputs)], self._device, HELD)
         out = answered(outputs[call % len(outputs)], self._device, number, whole)
         tensors = (leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor))
@@ -125,7 +125,7 @@ class Varied(Passing):
 
     def __init__(self, passing: Passing, number: float, whole: int) -> None:
         super().__init__(
-            passing.cut, passing.stage, passing.holds, passing._outputs, passing._device, crosses=passing.crosses
+            passing.cut, passing.stage, passing.held, passing._outputs, passing._device, crosses=passing.crosses
         )
         self._before, self._number, self._whole = passing, number, whole
 

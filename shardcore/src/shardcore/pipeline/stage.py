@@ -29,9 +29,13 @@ class PrunedModel:
     Args:
         model: the whole model. What it held beyond these stages is gone.
         cut: how it is cut.
-        stages: which stages it holds.
+        stages: which stages it holds; none where a trace runs it as one stage after the other.
         device: where it runs.
         dtype: in which it computes, if FSDP2 casts parameters.
+
+    Attributes:
+        tensors: what it has lost, by the first name of the part.
+        handlers: of the calls of its parts; the first one is asked.
     """
 
     def __init__(
@@ -47,9 +51,9 @@ class PrunedModel:
         self._names = {name: first for name, (first, _) in parts.items()}
         here = {name for stage in self.stages for name in self.of(stage)}
         self.handlers: list[CallHandler] = [_OutsideOfStages(here)]
-        prune(model, self._names.values(), here, device, dtype)
-        for first, module in parts.values():
-            if module is not None:
+        self.tensors = prune(model, self._names.values(), here, device, dtype)
+        for name, (first, module) in parts.items():
+            if module is not None and (stages or cut.holder(name) is not None):  # traces run what all stages hold
                 intercept(module, first, self.handlers)
 
     def of(self, stage: int) -> tuple[str, ...]:

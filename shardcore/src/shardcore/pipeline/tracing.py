@@ -9,7 +9,6 @@ others numbers. No part of a stage may be called with NaN in any other way, and 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,8 @@ from shardcore.pipeline.losses import Loss, LossCalls, named, reductions_of, wid
 from shardcore.pipeline.metadata import PROBE, StageMetadata, TensorMeta, answered, captured, described
 from shardcore.pipeline.microbatches import shapes_of
 from shardcore.pipeline.passing import HELD, VARIED, BoundaryReached, Passing, Varied, is_probe, other
-from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune
+from shardcore.pipeline.pruning import CallHandler
+from shardcore.pipeline.stage import PrunedModel
 from shardcore.plan.cut import Cut
 
 _KEPT = 64  # what is known of calls of other shapes: some bytes each
@@ -55,13 +55,7 @@ class StageTracer:
                 self._configs[id(config)] = config
         self._known: dict[str, StageMetadata] = {}
         self._apart: dict[str, set[int]] = {}  # of the output, by the kind of a call
-        self._handlers: list[CallHandler] = []
-        parts = parts_of(self._model, cut)
-        self._names = {name: first for name, (first, _) in parts.items()}
-        self._pruned = prune(self._model, self._names.values(), (), device)
-        for name, (first, part) in parts.items():
-            if part is not None and cut.holder(name) is not None:  # what all stages hold runs as it is
-                intercept(part, first, self._handlers)
+        self._pruned = PrunedModel(self._model, cut, (), device)
 
     def forms(self, parts: Sequence[Mapping[str, Any]], loss: Loss | None) -> list[tuple[str, StageMetadata]]:
         """Return of each micro-batch the name of its form, and what is known of that; a form is traced once.
@@ -141,9 +135,8 @@ class StageTracer:
         """Return what is known of stages, and what the last one returns; ``crosses`` says whether `captured` does."""
         out, boundaries, passed = None, [], list[Passing]()
         for stage in range(len(self.cut)):
-            passing = Passing(
-                self.cut, stage, functools.partial(self.holds, stage), outputs, self.device, crosses=crosses
-            )
+            held = frozenset(self._pruned.of(stage))
+            passing = Passing(self.cut, stage, held, outputs, self.device, crosses=crosses)
             out = self._as(passing, arguments)
             passed.append(passing)
             if passing.boundary is not None:
@@ -182,16 +175,11 @@ class StageTracer:
             self._apart[kind] = set().union(*found[1:]) - found[0] if found else set()  # the first are drawn
         return self._apart[kind]
 
-    def holds(self, stage: int, name: str) -> bool:
-        """Tell whether a stage holds a part under any of its names."""
-        names = [other for other, first in self._names.items() if first == name]
-        return any(self.cut.holder(other) in (stage, None) for other in names)
-
     @contextmanager
     def on_meta(self) -> Iterator[None]:
         """Have all parts on meta: one may call or read another."""
         with ExitStack() as stack:
-            for tensors in self._pruned.values():
+            for tensors in self._pruned.tensors.values():
                 stack.enter_context(tensors.on_meta())
             yield
 
@@ -232,16 +220,17 @@ class StageTracer:
         whole: int = 0,
     ) -> Any:
         """Run the forward of one stage, or of the whole model, until the next stage begins."""
-        for name, tensors in self._pruned.items():
-            tensors.fill(HELD if stage is None or self.holds(stage, name) else number, whole)
-        self._handlers[:] = [handler]
+        held = self._pruned.tensors if stage is None else self._pruned.of(stage)
+        for name, tensors in self._pruned.tensors.items():
+            tensors.fill(HELD if name in held else number, whole)
+        before, self._pruned.handlers[:] = list(self._pruned.handlers), [handler]
         try:
             with torch.no_grad():
                 return self._model(**self.cast(arguments))
         except BoundaryReached:
             return None
         finally:
-            self._handlers.clear()
+            self._pruned.handlers[:] = before
 
 
 class Recorder:
