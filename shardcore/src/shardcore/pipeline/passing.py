@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
-from typing_extensions import override
 
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import NotSupportedError
@@ -24,53 +24,63 @@ class BoundaryReached(BaseException):
     """The forward of a stage came to the first block of the next one; nothing of the model may catch it."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Passing:
     """Runs the forward as one stage does: what others hold returns NaN, as does what depends on it.
 
-    Args:
+    Another run has numbers in the place of NaN: what is another one there was made of them without being NaN. A mask of
+    what is above zero is, and so is any other mask and any position that a part returns.
+
+    Attributes:
         cut: how the model is cut.
         stage: which stage it is.
         held: the parts that the stage holds.
         outputs: what each part returns.
         device: where that is.
         crosses: what was captured inside of earlier blocks arrives too.
+        number: what others hold returns, where that can be NaN.
+        whole: ... where it cannot.
+        before: what the first run has seen, with which this one is compared.
+        seen: the leaves that parts of the stage, and the next block, were called with; a probe for each that crosses.
+        boundary: what crosses to the stage.
     """
 
-    def __init__(
-        self,
-        cut: Cut,
-        stage: int,
-        held: Collection[str],
-        outputs: Mapping[str, tuple[Any, ...]],
-        device: torch.device | str,
-        *,
-        crosses: bool,
-    ) -> None:
-        self.cut, self.stage, self.held, self.crosses = cut, stage, held, crosses
-        self._outputs, self._device = outputs, device
-        self._calls: dict[str, int] = {}
-        self._arrived: dict[int, Tensor] = {}  # what crossed, by the id of what stands for it, which it keeps alive
-        self._foreign: dict[int, Tensor] = {}  # what others return that cannot be NaN, by its id
-        # The leaves that parts of the stage, and the next block, were called with; a probe for each that crosses.
-        self.seen: list[list[Any]] = []
-        self.boundary: Boundary | None = None
+    cut: Cut
+    stage: int
+    held: Collection[str]
+    outputs: Mapping[str, tuple[Any, ...]]
+    device: torch.device | str
+    crosses: bool
+    number: float = PROBE
+    whole: int = 0
+    before: list[list[Any]] | None = None
+    seen: list[list[Any]] = field(init=False, default_factory=list)
+    boundary: Boundary | None = field(init=False, default=None)
+    _calls: dict[str, int] = field(init=False, default_factory=dict)
+    # What crossed, by the id of what stands for it, which it keeps alive.
+    _arrived: dict[int, Tensor] = field(init=False, default_factory=dict)
+    # What others return that cannot be NaN, by its id.
+    _foreign: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     def called(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Look at the arguments of a call of a part; the forward ends where the next stage begins."""
         leaves, _ = tree_flatten((args, kwargs))
-        ends = self.ends(name)
+        ends = self._ends(name)
         if ends or name in self.held:
-            self.look(name, leaves)
+            if self.before is None:
+                self._look(name, leaves)
+            else:
+                self._compare(name, leaves, self.before)
         if ends:
             raise BoundaryReached
         return args, kwargs
 
-    def ends(self, name: str) -> bool:
+    def _ends(self, name: str) -> bool:
         """Tell whether the next stage begins with this block."""
         end, blocks = self.cut.held(self.stage).stop, self.cut.blocks
         return end < len(blocks) and name == blocks[end]
 
-    def look(self, name: str, leaves: list[Any]) -> None:
+    def _look(self, name: str, leaves: list[Any]) -> None:
         """Find out what crosses to the first block, and that nothing else that only another stage has is needed."""
         start = self.cut.held(self.stage).start
         probes = [place for place, leaf in enumerate(leaves) if is_probe(leaf) or id(leaf) in self._foreign]
@@ -85,9 +95,21 @@ class Passing:
                     values[:] = [torch.full_like(v, HELD) if is_probe(v) else v for v in values]
             self.boundary = Boundary.of(name, probes, leaves)
         elif loose := [leaves[place] for place in probes if id(leaves[place]) not in self._arrived]:
-            raise self.unknown(name, f"a tensor {tuple(loose[0].shape)} that")
+            raise self._unknown(name, f"a tensor {tuple(loose[0].shape)} that")
 
-    def unknown(self, name: str, what: str) -> NotSupportedError:
+    def _compare(self, name: str, leaves: list[Any], first: list[list[Any]]) -> None:
+        """Refuse what is another one than in the first run."""
+        at = len(self.seen)
+        self.seen.append(leaves)
+        before = first[at] if at < len(first) else []
+        apart = other(before, leaves)
+        if math.isnan(self.number):  # nothing is varied: what is another one was drawn
+            for place in apart:
+                before[place] = PROBE
+        elif apart or len(before) != len(leaves):
+            raise self._unknown(name, "a mask, or numbers, made of what")
+
+    def _unknown(self, name: str, what: str) -> NotSupportedError:
         """Return the error of a part that is called with what the stage cannot know."""
         start = self.cut.blocks[self.cut.held(self.stage).start]
         return NotSupportedError(
@@ -97,53 +119,15 @@ class Passing:
         )
 
     def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a call of a part returns."""
-        return self.answer(name, PROBE, 0)
-
-    def answer(self, name: str, number: float, whole: int) -> Any:
         """Return what a call of a part returns; of one that others hold, all is ``number``, or ``whole``."""
-        outputs = self._outputs[name]
+        outputs = self.outputs[name]
         call = self._calls[name] = self._calls.get(name, -1) + 1
         if name in self.held:
-            return answered(outputs[call % len(outputs)], self._device, HELD)
-        out = answered(outputs[call % len(outputs)], self._device, number, whole)
+            return answered(outputs[call % len(outputs)], self.device, HELD)
+        out = answered(outputs[call % len(outputs)], self.device, self.number, self.whole)
         tensors = (leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor))
         self._foreign.update((id(tensor), tensor) for tensor in tensors if not tensor.is_floating_point())
         return out
-
-
-class Varied(Passing):
-    """Runs it again, with numbers in the place of NaN: what is another one then was made of them without being NaN.
-
-    A mask of what is above zero is, and so is any other mask and any position that a part returns.
-
-    Args:
-        passing: the first run.
-        number: what others hold returns, where that can be NaN.
-        whole: ... where it cannot.
-    """
-
-    def __init__(self, passing: Passing, number: float, whole: int) -> None:
-        super().__init__(
-            passing.cut, passing.stage, passing.held, passing._outputs, passing._device, crosses=passing.crosses
-        )
-        self._before, self._number, self._whole = passing, number, whole
-
-    @override
-    def look(self, name: str, leaves: list[Any]) -> None:
-        seen, at = self._before.seen, len(self.seen)
-        self.seen.append(leaves)
-        before = seen[at] if at < len(seen) else []
-        apart = other(before, leaves)
-        if math.isnan(self._number):  # nothing is varied: what is another one was drawn
-            for place in apart:
-                before[place] = PROBE
-        elif apart or len(before) != len(leaves):
-            raise self.unknown(name, "a mask, or numbers, made of what")
-
-    @override
-    def forward(self, name: str, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.answer(name, self._number, self._whole)
 
 
 #: What stands for what others hold, in turn: comparisons with any number tell one of them from the others, or from NaN.

@@ -25,7 +25,7 @@ from shardcore.nn.copies import meta_copy
 from shardcore.pipeline.losses import Loss, LossCalls, named, reductions_of, wide
 from shardcore.pipeline.metadata import PROBE, StageMetadata, TensorMeta, answered, captured, described
 from shardcore.pipeline.microbatches import shapes_of
-from shardcore.pipeline.passing import HELD, VARIED, BoundaryReached, Passing, Varied, is_probe, other
+from shardcore.pipeline.passing import HELD, VARIED, BoundaryReached, Passing, is_probe, other
 from shardcore.pipeline.pruning import CallHandler
 from shardcore.pipeline.stage import PrunedModel
 from shardcore.plan.cut import Cut
@@ -136,7 +136,9 @@ class StageTracer:
         out, boundaries, passed = None, [], list[Passing]()
         for stage in range(len(self.cut)):
             held = frozenset(self._pruned.of(stage))
-            passing = Passing(self.cut, stage, held, outputs, self.device, crosses=crosses)
+            passing = Passing(
+                cut=self.cut, stage=stage, held=held, outputs=outputs, device=self.device, crosses=crosses
+            )
             out = self._as(passing, arguments)
             passed.append(passing)
             if passing.boundary is not None:
@@ -151,9 +153,9 @@ class StageTracer:
         metadata = StageMetadata(outputs=outputs, boundaries=tuple(boundaries), missing=tuple(sorted(missing)))
         return metadata, out
 
-    def _as(self, passing: Passing, arguments: Mapping[str, Any], number: float = PROBE, whole: int = 0) -> Any:
+    def _as(self, passing: Passing, arguments: Mapping[str, Any]) -> Any:
         try:
-            return self.run(passing, arguments, passing.stage, number, whole)
+            return self.run(passing, arguments, passing.stage, passing.number, passing.whole)
         except ShardcoreError:
             raise
         except Exception as error:  # where all parts are there it ran
@@ -169,7 +171,8 @@ class StageTracer:
         if kind not in self._apart:
             leaves, found = tree_flatten(out)[0], list[set[int]]()
             for passing, (number, whole) in itertools.product(passed[1:], VARIED):
-                again = self._as(Varied(passing, number, whole), arguments, number, whole)
+                varied = dataclasses.replace(passing, number=number, whole=whole, before=passing.seen)
+                again = self._as(varied, arguments)
                 if passing.stage == len(self.cut) - 1:
                     found.append(set(other(leaves, tree_flatten(again)[0])))
             self._apart[kind] = set().union(*found[1:]) - found[0] if found else set()  # the first are drawn
