@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardcore.fsdp.accumulation import Accumulation
 from shardcore.mesh.context import context_of
-from shardcore.pipeline import Pipeline, Stage, StageMetadata, TensorMeta, micro_batches
+from shardcore.pipeline import Pipeline, Stage, StageMetadata, micro_batches
 from shardcore.pipeline.engine import pipeline_of
 from shardcore.pipeline.torch_stage import StageModule
 from shardcore_planner.simulation import Certain, holding_nothing
@@ -105,12 +105,8 @@ def _crossing(metadata: StageMetadata, stage: Stage, position: str) -> Numbers:
     for end, number in ends:
         values = metadata.boundaries[number].values if 0 <= number < len(metadata.boundaries) else ()
         found[end, position, "count"] = len(values)
-        found[end, position, "bytes"] = sum(map(_bytes, values))
+        found[end, position, "bytes"] = sum(value.nbytes for value in values)
     return found
-
-
-def _bytes(value: TensorMeta) -> int:
-    return torch.Size(value.shape).numel() * value.dtype.itemsize
 
 
 class _Run:
@@ -213,7 +209,7 @@ class _Run:
             return []
         values = self._metadata.boundaries[crossing].values
         return [
-            [torch.empty(v.shape, dtype=v.dtype, requires_grad=requires_grad and v.has_nan) for v in values]
+            [torch.empty(v.shape, dtype=v.dtype, requires_grad=requires_grad and v.requires_grad) for v in values]
             for _ in range(_SEEN)
         ]
 

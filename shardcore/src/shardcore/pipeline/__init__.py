@@ -35,7 +35,7 @@ What lives how long:
 """
 
 from shardcore.pipeline.engine import Pipeline
-from shardcore.pipeline.metadata import Boundary, StageMetadata, TensorMeta
+from shardcore.pipeline.metadata import Boundary, StageMetadata
 from shardcore.pipeline.microbatches import micro_batches
 from shardcore.pipeline.model import PipelinedModel
 from shardcore.pipeline.schedules import SCHEDULES
@@ -53,7 +53,6 @@ __all__ = [
     "Stage",
     "StageMetadata",
     "StageTracer",
-    "TensorMeta",
     "balanced",
     "micro_batches",
 ]

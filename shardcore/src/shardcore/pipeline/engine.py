@@ -18,7 +18,7 @@ from shardcore.mesh.context import Division, ShardContext, set_division
 from shardcore.mesh.random_stream import mix
 from shardcore.nn.partial import reduce_partial_gradients
 from shardcore.pipeline.losses import Loss, Weight, own_loss, shares_of, wide
-from shardcore.pipeline.metadata import StageMetadata, TensorMeta
+from shardcore.pipeline.metadata import StageMetadata, form_of
 from shardcore.pipeline.microbatches import contents_of, micro_batches, shapes_of, with_labels
 from shardcore.pipeline.ranks import PipelineRanks
 from shardcore.pipeline.schedules import SCHEDULES, forward_only
@@ -122,9 +122,9 @@ class Pipeline:
             self._evaluate(step)
         if outputs is not None:
             outputs += self._outputs(step, everywhere=everywhere)
-        form = step.feed[0].group.metadata.loss or TensorMeta((), torch.get_default_dtype())
-        total = torch.stack(step.losses).sum() if step.losses else form.filled(self._device, 0)
-        total = total.to(self._device)
+        total = torch.zeros((), dtype=step.feed[0].group.metadata.loss, device=self._device)
+        if step.losses:
+            total = torch.stack(step.losses).sum().to(self._device)
         dist.broadcast(total, group=self.ranks.group, group_src=self._of[-1])
         return total
 
@@ -280,10 +280,10 @@ class Pipeline:
         ) from failure
 
     def _safe(self, stage: Stage, metadata: StageMetadata) -> SafeStage:
-        number = TensorMeta((1,), torch.int64)
+        number = torch.empty(1, dtype=torch.int64, device="meta")
         arrives = metadata.boundaries[stage.index - 1].values if stage.index else (number,)
-        loss = metadata.loss or TensorMeta((), torch.get_default_dtype())
-        leaves = (TensorMeta((), loss.dtype),) if stage.is_last else metadata.boundaries[stage.index].values
+        loss = form_of(torch.empty((), dtype=metadata.loss))
+        leaves = (loss,) if stage.is_last else metadata.boundaries[stage.index].values
         module = StageModule(functools.partial(self._run, stage), stage.parameters, begins=stage.index == 0)
         return SafeStage(module, stage.index, len(self.cut), arrives, leaves, self._device, self.ranks.group)
 

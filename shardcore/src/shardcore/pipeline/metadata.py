@@ -1,15 +1,18 @@
-"""What tracing finds out of calls with arguments of some shapes, of which it keeps shapes and dtypes: pure data."""
+"""What tracing finds out of calls with arguments of some shapes, of which it keeps shapes and dtypes.
+
+A shape and a dtype are a tensor on meta, the *form* of others.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shardcore.nn.libraries import ask
 from shardcore.nn.loss.logits import VocabParallelLogits
@@ -19,61 +22,38 @@ from shardcore.pipeline.losses import Reduction
 PROBE = math.nan
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """A tensor that a part of the model returns, or that crosses to the next stage.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorMeta:
-        """Describe ``tensor``."""
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    @property
-    def has_nan(self) -> bool:
-        """Whether NaN can stand for its numbers."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
-
-    def filled(self, device: torch.device | str, number: float, whole: int | None = None) -> Tensor:
-        """Return a new tensor of this shape that is ``number`` everywhere, or ``whole`` if it has no NaN."""
-        shown = number if self.has_nan or whole is None else whole
-        return torch.full(self.shape, shown, dtype=self.dtype, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class SplitLogits:
-    """Logits that are split over the vocabulary, which a head returns.
-
-    Attributes:
-        like: some of their form.
-        meta: this rank's part.
-    """
-
-    like: VocabParallelLogits
-    meta: TensorMeta
-
-    def filled(self, device: torch.device | str, number: float, whole: int | None = None) -> VocabParallelLogits:
-        """Return new ones, which are ``number`` everywhere."""
-        return self.like.with_local(self.meta.filled(device, number))
+def form_of(tensor: Tensor) -> Tensor:
+    """Return the form of ``tensor``: one on meta of its shape and dtype, which holds nothing."""
+    gradient = tensor.dtype.is_floating_point
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=gradient)
 
 
 def described(tree: Any) -> Any:
-    """Return a tree with a description in place of each tensor."""
-    return tree_map(_described, tree)
+    """Return a tree with the form of each tensor in its place."""
+    return _each(form_of, tree)
 
 
 def filled(description: Any, device: torch.device | str, number: float, whole: int | None = None) -> Any:
-    """Return a tree of tensors as ``description`` has them, every entry of which is as of `TensorMeta.filled`."""
-    if isinstance(description, TensorMeta):  # most parts return one tensor
-        return description.filled(device, number, whole)
-    return tree_map_only((TensorMeta, SplitLogits), lambda meta: meta.filled(device, number, whole), description)
+    """Return a tree of new tensors as ``description`` has them, which are ``number`` everywhere.
+
+    Those that have no NaN are ``whole``, if it is given.
+    """
+
+    def tensor(form: Tensor) -> Tensor:
+        has_nan = form.dtype.is_floating_point or form.dtype.is_complex
+        shown = number if has_nan or whole is None else whole
+        return torch.full(form.shape, shown, dtype=form.dtype, device=device)
+
+    return tensor(description) if isinstance(description, Tensor) else _each(tensor, description)
+
+
+def _each(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return a tree in which each tensor is changed; of logits that are split over the vocabulary, this rank's part."""
+
+    def changed(leaf: Tensor | VocabParallelLogits) -> Tensor | VocabParallelLogits:
+        return leaf.with_local(change(leaf.local)) if isinstance(leaf, VocabParallelLogits) else change(leaf)
+
+    return tree_map_only((Tensor, VocabParallelLogits), changed, tree)
 
 
 def captured() -> list[list[Any]]:
@@ -83,16 +63,10 @@ def captured() -> list[list[Any]]:
 
 def answered(description: Any, device: torch.device | str, number: float, whole: int | None = None) -> Any:
     """Return what a part returns, `filled`, and keep what libraries would have captured inside of it."""
-    out, inside = filled(description, device, number, whole)
+    out, inside = description
     for values, more in zip(captured() if inside else (), inside, strict=True):
-        values.extend(more)
-    return out
-
-
-def _described(leaf: Any) -> Any:
-    if isinstance(leaf, VocabParallelLogits):
-        return SplitLogits(leaf, TensorMeta.of(leaf.local))
-    return TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf
+        values.extend(filled(more, device, number, whole))
+    return filled(out, device, number, whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,17 +78,17 @@ class Boundary:
     Attributes:
         block: the name of that block.
         places: where they are among all leaves of the call, positional arguments first, and of `captured`.
-        values: what they are.
+        values: their forms.
     """
 
     block: str
     places: tuple[int, ...]
-    values: tuple[TensorMeta, ...]
+    values: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, block: str, places: Sequence[int], leaves: Sequence[Any]) -> Boundary:
         """Describe what is at some places among the leaves of a call."""
-        values = tuple(TensorMeta.of(leaves[place]) for place in places)
+        values = tuple(form_of(leaves[place]) for place in places)
         return cls(block=block, places=tuple(places), values=values)
 
 
@@ -124,15 +98,15 @@ class StageMetadata:
 
     Attributes:
         outputs: what each part of the model returns, and what is `captured` inside of it, by its name: a tree of
-            `TensorMeta` for each call of it.
+            the forms of tensors for each call of it.
         boundaries: what crosses to stage 1, to stage 2, and so on.
         missing: which leaves of the model's output the last stage does not have: earlier stages compute them.
-        loss: what the loss is, in float32 at least; None where nobody said how it is computed.
+        loss: the dtype of the loss, float32 at least; None where nobody said how it is computed.
         reductions: what the loss is made of; nothing where no loss function of torch has made it.
     """
 
     outputs: Mapping[str, tuple[Any, ...]]
     boundaries: tuple[Boundary, ...]
     missing: tuple[int, ...]
-    loss: TensorMeta | None = None
+    loss: torch.dtype | None = None
     reductions: tuple[Reduction, ...] = ()

@@ -16,7 +16,7 @@ from shardcore.agree.agreement import Report, agree
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.mesh.axes import axis_name, group_of
 from shardcore.mesh.context import ShardContext
-from shardcore.pipeline.metadata import TensorMeta
+from shardcore.pipeline.metadata import filled, form_of
 
 
 class PipelineRanks:
@@ -96,7 +96,7 @@ class PipelineRanks:
         return found
 
     def _broadcast(self, sent: _Sent, own: Tensor | None, source: int) -> Tensor:
-        local = sent.local.filled(self._context.device, 0) if own is None else local_tensor(own).contiguous()
+        local = filled(sent.local, self._context.device, 0) if own is None else local_tensor(own).contiguous()
         dist.broadcast(local, group=self.group, group_src=source)
         if own is not None:
             return own
@@ -110,7 +110,7 @@ class _Sent:
     """A tensor that is sent: its form, and how it lies on ``tp``, with its shape and stride, if it is split there."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.local = TensorMeta.of(local_tensor(tensor))
+        self.local = form_of(local_tensor(tensor))
         self.placed: tuple[Any, torch.Size, tuple[int, ...]] | None = None
         if isinstance(tensor, DTensor):
             self.placed = tensor.placements, tensor.shape, tensor.stride()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, pipelining
 
-from shardcore.pipeline.metadata import Boundary
+from shardcore.pipeline.metadata import Boundary, filled
 from shardcore.pipeline.stage import Stage
 
 #: Runs a stage for the micro-batch of a number and what arrived; returns what leaves it.
@@ -94,7 +94,7 @@ def forward_only(
         for number in numbers:
             arrived = kept.pop((stage.index, number), [])
             if stage.index and ranks[before] != me:
-                arrived = [torch.empty(v.shape, dtype=v.dtype, device=device) for v in boundaries[before].values]
+                arrived = [torch.empty_like(form, device=device) for form in boundaries[before].values]
                 for tensor in arrived:
                     dist.recv(tensor, group=group, group_src=ranks[before])
             leaving: tuple[Tensor, ...] = ()
@@ -106,7 +106,7 @@ def forward_only(
             if stage.is_last:
                 continue
             if failure is not None:
-                leaving = tuple(value.filled(device, 0) for value in boundaries[stage.index].values)
+                leaving = filled(boundaries[stage.index].values, device, 0)
             if ranks[after] == me:
                 kept[after, number] = list(leaving)
             else:

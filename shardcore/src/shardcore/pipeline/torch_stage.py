@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
 from shardcore.comm.gradients import ELSEWHERE
-from shardcore.pipeline.metadata import TensorMeta
+from shardcore.pipeline.metadata import filled
 
 # Parameters, by what accumulates their gradients; and the nodes at which they meet what arrived, with the gradients
 # that the first half of a backward had there.
@@ -85,8 +85,8 @@ class SafeStage(PipelineStage):
         module: what it runs.
         index: which stage it is.
         count: of how many.
-        arrives: what it is sent.
-        leaves: what it sends.
+        arrives: the forms of what it is sent.
+        leaves: the forms of what it sends.
         device: where it runs.
         group: the process group of the pipeline.
     """
@@ -96,13 +96,12 @@ class SafeStage(PipelineStage):
         module: StageModule,
         index: int,
         count: int,
-        arrives: tuple[TensorMeta, ...],
-        leaves: tuple[TensorMeta, ...],
+        arrives: tuple[Tensor, ...],
+        leaves: tuple[Tensor, ...],
         device: torch.device,
         group: Any,
     ) -> None:
-        given, made = (tuple(_meta(value) for value in some) for some in (arrives, leaves))
-        super().__init__(module, index, count, device, input_args=given, output_args=made, group=group)
+        super().__init__(module, index, count, device, input_args=arrives, output_args=leaves, group=group)
         self._arrives, self._leaves = arrives, leaves
         self.failure: BaseException | None = None
 
@@ -113,7 +112,7 @@ class SafeStage(PipelineStage):
                 return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *more, **options)
             except BaseException as error:
                 self._failed(error)
-        out = tuple(value.filled(self.device, 0) for value in self._leaves)
+        out = filled(self._leaves, self.device, 0)
         self.fwd_cache[fwd_chunk_id] = (out, [])
         if self.is_last:
             self.output_chunks.append(out)
@@ -150,10 +149,6 @@ class SafeStage(PipelineStage):
     def _failed(self, error: BaseException) -> None:
         cause = error.__cause__
         self.failure = cause if isinstance(cause, BaseException) else error  # torch's tells the shapes of what arrived
-
-
-def _meta(value: TensorMeta) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.dtype.is_floating_point)
 
 
 def add_gradients(parameters: Iterable[nn.Parameter], groups: Sequence[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import ConfigError, NotSupportedError, ShardcoreError
 from shardcore.nn.copies import meta_copy
 from shardcore.pipeline.losses import Loss, LossCalls, named, reductions_of, wide
-from shardcore.pipeline.metadata import PROBE, StageMetadata, TensorMeta, answered, captured, described
+from shardcore.pipeline.metadata import PROBE, StageMetadata, answered, captured, described
 from shardcore.pipeline.microbatches import shapes_of
 from shardcore.pipeline.passing import HELD, VARIED, BoundaryReached, Passing, is_probe, other
 from shardcore.pipeline.pruning import CallHandler
@@ -127,7 +127,7 @@ class StageTracer:
         if local_tensor(value).is_meta:
             raise self._inside("the loss is made of it")
         reductions = reductions_of(whole, value, inside.calls, outside.calls, arguments)
-        return dataclasses.replace(found, loss=TensorMeta.of(wide(value)), reductions=reductions)
+        return dataclasses.replace(found, loss=wide(value).dtype, reductions=reductions)
 
     def _passed(
         self, arguments: Mapping[str, Any], outputs: Mapping[str, tuple[Any, ...]], *, crosses: bool
