@@ -159,29 +159,13 @@ class _ReadPartial(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        if ctx.deferred:
-            grads = tuple(g if g is None else owned(g) for g in grads)
-        return (None, None, *finish_partial(list(grads), ctx.specs, ctx.channel, deferred=ctx.deferred))
-
-
-def finish_partial(
-    grads: list[Tensor | None], specs: list[DTensorSpec | None], channel: Channel, *, deferred: bool
-) -> list[Tensor | None]:
-    """Turn local summands into gradients: summed in one bucket, or marked partial in the deferred mode.
-
-    In the deferred mode nobody else may hold their storage.
-    """
-    places = [i for i, g in enumerate(grads) if g is not None]
-    parts = [grads[i] for i in places]
-    if not deferred:
-        parts = list(all_reduce_bucket([p for p in parts if p is not None], channel))
-    out = list(grads)
-    for i, part in zip(places, parts, strict=True):
-        spec = specs[i]
-        if deferred and spec is not None:
-            spec = partial_spec(spec)
-        out[i] = None if part is None else with_spec(part, spec)
-    return out
+        own = {i: g for i, g in enumerate(grads) if g is not None}
+        parts = map(owned, own.values()) if ctx.deferred else all_reduce_bucket(list(own.values()), ctx.channel)
+        out: list[Tensor | None] = [None] * len(grads)
+        for i, part in zip(own, parts, strict=True):
+            spec = ctx.specs[i]
+            out[i] = with_spec(part, partial_spec(spec) if ctx.deferred and spec is not None else spec)
+        return None, None, *out
 
 
 class _CompiledPartial(Function):
