@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "process.md"
 CONSTANT = {
     "Path", "TypeVar", "frozenset", "object", "re.compile", "getattr", "tuple", "map",
     "HookspecMarker", "HookimplMarker", "pluggy.HookspecMarker", "pluggy.HookimplMarker",
-    "StateDictOptions", "_sum_options",
+    "StateDictOptions", "dist.AllreduceOptions",
     "Ability", "Flow", "PrivateName", "Uses", "ALL_GATHER.find", "REDUCE_SCATTER.find", "SET_TIMEOUT.find",
     "CLIPPED_SUMS.is_there", "STAGES.is_there", "TRACED_READS.is_there",
 }  # fmt: skip

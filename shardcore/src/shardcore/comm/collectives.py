@@ -31,16 +31,9 @@ from shardcore._torch import all_gather_single, funcol, reduce_scatter_single
 from shardcore.comm.gradients import ENTERS, LEAVES
 from shardcore.errors import NotSupportedError
 
-
-def _sum_options(*, asynchronous: bool) -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-    options.asyncOp = asynchronous
-    return options
-
-
-_SUM = _sum_options(asynchronous=False)
-_SUM_ASYNCHRONOUSLY = _sum_options(asynchronous=True)
+# Options are of a sum that does not hold up the current stream, if nothing else is said.
+_SUM, _SUM_ASYNCHRONOUSLY = dist.AllreduceOptions(), dist.AllreduceOptions()
+_SUM.asyncOp = False
 
 
 class Pending:
@@ -268,17 +261,11 @@ class _ReduceFromTP(Function):
         return grads[0], None
 
 
-class _ReduceFromTPInPlace(Function):
-    flow = LEAVES
-
+class _ReduceFromTPInPlace(_ReduceFromTP):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, channel: Channel) -> Tensor:
         ctx.mark_dirty(x)
         return channel.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
 
 
 class _GatherFromTP(Function):

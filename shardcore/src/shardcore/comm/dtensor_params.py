@@ -8,6 +8,7 @@ touches a DTensor's internals (`_local_tensor`, `_spec` and the wrapping constru
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 import torch
@@ -111,14 +112,19 @@ def partial_spec(spec: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(spec.mesh, (Partial(),), tensor_meta=spec.tensor_meta)
 
 
+def by_dtype(tensors: Sequence[Tensor | None]) -> Iterator[list[int]]:
+    """Yield the places of the tensors of each dtype, in the order of the first of each."""
+    for dtype in dict.fromkeys(t.dtype for t in tensors if t is not None):
+        yield [i for i, t in enumerate(tensors) if t is not None and t.dtype == dtype]
+
+
 def all_reduce_bucket(tensors: list[Tensor], channel: Channel) -> list[Tensor]:
     """Sum several tensors over the ranks, exactly, with one collective for each dtype.
 
     What it returns shares no storage, neither with the ``tensors`` nor among itself.
     """
     summed: list[Tensor] = list(tensors)
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+    for places in by_dtype(tensors):
         bucket = channel.exact.all_reduce(torch.cat([tensors[i].reshape(-1) for i in places]))
         parts = bucket.split([tensors[i].numel() for i in places])
         for i, part in zip(places, parts, strict=True):

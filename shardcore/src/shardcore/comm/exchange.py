@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardcore.comm.collectives import Channel, chunk_bounds, refuse_double_backward
-from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, read_local, spec_of, with_spec
+from shardcore.comm.dtensor_params import by_dtype, expect_dtensor, local_tensor, read_local, spec_of, with_spec
 from shardcore.comm.gradients import SPLIT, Flow, GradPlacement
 from shardcore.comm.strided import Runs
 
@@ -115,8 +115,7 @@ def exchange_rows(channel: Channel, exchanges: Sequence[Exchange], parameters: S
         expect_dtensor(parameter)
     parts = read_local(*parameters)
     used = list(parts)
-    for dtype in dict.fromkeys(part.dtype for part in parts):
-        places = [i for i, part in enumerate(parts) if part.dtype == dtype]
+    for places in by_dtype(parts):
         found = _exchanged(channel.exact, [exchanges[i] for i in places], [parts[i] for i in places])
         for i, tensor in zip(places, found, strict=True):
             used[i] = tensor
@@ -166,16 +165,10 @@ def misused(used: tuple[Runs, ...] | None, name: str, size: int, ranks: int) -> 
     return None
 
 
-def _by_dtype(tensors: Sequence[Tensor | None]) -> Iterator[list[int]]:
-    """Yield the places of the tensors of each dtype, in the order of the first of each."""
-    for dtype in dict.fromkeys(t.dtype for t in tensors if t is not None):
-        yield [i for i, t in enumerate(tensors) if t is not None and t.dtype == dtype]
-
-
 def _put_together(parts: Sequence[Tensor], channel: Channel) -> tuple[Tensor, ...]:
     """Return the rows of the whole group: each (n, ...) to (c*n, ...)."""
     ranks, together = channel.size, list(parts)
-    for places in _by_dtype(parts):
+    for places in by_dtype(parts):
         flat = torch.cat([parts[i].reshape(-1) for i in places])
         stacked = _all_gather(flat, channel)
         for i, piece in zip(places, stacked.split([parts[i].numel() for i in places], 1), strict=True):
@@ -219,7 +212,7 @@ class _GatherRows(Function):
         out: list[Tensor | None] = [None] * len(parameters)
         # What is sent follows from which parameters are trained, not from which of them got a gradient here.
         trained = [p if needed else None for p, needed in zip(parameters, ctx.needs_input_grad[1:], strict=True)]
-        for places in _by_dtype(trained):
+        for places in by_dtype(trained):
             parts = [local_tensor(parameters[i]) for i in places]
             summands = [_rows_of_ranks(grads[i], part, channel.size) for i, part in zip(places, parts, strict=True)]
             own = channel.reduce_scatter(torch.cat(summands, 1)).split([part.numel() for part in parts])

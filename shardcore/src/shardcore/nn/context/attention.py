@@ -48,14 +48,10 @@ class Groups:
     heads: Channel | None
     ring: Channel | None
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """How many ranks exchange heads, and how many groups of them there are."""
-        return (self.heads.size if self.heads else 1, self.ring.size if self.ring else 1)
-
     def places(self, length: int, *, zigzag: bool) -> Places:
         """Divide ``length`` tokens over the ranks."""
-        return Places.of(length, *self.sizes, zigzag=zigzag)
+        heads, rings = self.heads.size if self.heads else 1, self.ring.size if self.ring else 1
+        return Places.of(length, heads, rings, zigzag=zigzag)
 
 
 class _Exchanged(Exchanged):
@@ -125,7 +121,7 @@ def _to_tokens(out: Tensor, heads: _Heads, channel: Channel, parts: Sequence[Spa
 class _Course(NamedTuple):
     """How keys and values go round, and what queries see of them."""
 
-    channel: Channel | None
+    channel: Channel | None  # None if there is one rank, which sends nothing
     parts: tuple[Spans, ...]  # the tokens of each rank of the ring
     mask: TokenMask
     scale: float
@@ -147,14 +143,10 @@ class _Course(NamedTuple):
         n = len(self.parts)
         for step in range(n):
             source = (self.rank - step) % n
-            coming = self.start(pair) if step + 1 < n else None
+            coming = self.channel.start_shift(pair) if self.channel is not None and step + 1 < n else None
             yield source, pair
             if coming is not None:
                 pair = coming.wait()
-
-    def start(self, x: Tensor) -> Pending:
-        assert self.channel is not None  # a ring of one rank sends nothing
-        return self.channel.start_shift(x)
 
 
 def _placed(spans: Spans) -> Iterator[tuple[slice, tuple[int, int]]]:
@@ -209,7 +201,7 @@ class _Ring(Function):
                 dk[:, :, other] += found[1]
                 dv[:, :, other] += found[2]
             home = own_part if arriving is None else arriving.wait().add_(own_part)
-            arriving = course.start(home) if course.channel is not None else None
+            arriving = course.channel.start_shift(home) if course.channel is not None else None
         if arriving is not None:
             home = arriving.wait()
         dk, dv = home[:, :, : k.size(2)].split(widths, -1)

@@ -21,10 +21,8 @@ from shardcore.comm.collectives import gather_from_tp
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.context.places import Places, sum_of_ranks
 from shardcore.nn.context.shard import ContextShard
-from shardcore.nn.loss.cross_entropy import Change, Vocabulary
+from shardcore.nn.loss.cross_entropy import Change, Vocabulary, wide
 from shardcore.nn.loss.logits import LazyLogits, VocabParallelLogits
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class DividedLogits(VocabParallelLogits):
@@ -119,8 +117,7 @@ class DividedLogits(VocabParallelLogits):
     def _losses_of(rows: Tensor | VocabParallelLogits, labels: Tensor, smoothing: float) -> Tensor:
         if isinstance(rows, VocabParallelLogits):
             return rows._losses(labels, smoothing)
-        rows = rows.float() if rows.dtype in _HALF else rows
-        return F.cross_entropy(rows, labels, reduction="none", label_smoothing=smoothing)
+        return F.cross_entropy(wide(rows), labels, reduction="none", label_smoothing=smoothing)
 
     @override
     def _changed(self, change: Change) -> Self:

@@ -114,18 +114,14 @@ class ContextBlock(_ContextModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Divide the tokens if this is the first block that is called, and run the block for its part."""
         shard = self._context
-        if shard.phase == "outside":
-            if not torch.compiler.is_compiling() and backward_task() != -1 and shard.last is not None:
-                raise NotSupportedError(
-                    f"a checkpoint around the call of a {type(self).__name__} under context parallelism recomputes it "
-                    "without knowing its tokens: say model.gradient_checkpointing_enable()"
-                )
-            return super().__call__(*args, **kwargs)
-        if shard.phase == "whole":
-            return super().__call__(*args, **kwargs)
         if shard.phase == "before":
             args, kwargs = self._context_argument.changed(args, kwargs, self._context_first)
-        if (places := shard.last) is None:
+        elif shard.phase == "outside" and not torch.compiler.is_compiling() and backward_task() != -1 and shard.last:
+            raise NotSupportedError(
+                f"a checkpoint around the call of a {type(self).__name__} under context parallelism recomputes it "
+                "without knowing its tokens: say model.gradient_checkpointing_enable()"
+            )
+        if not shard.divided or (places := shard.last) is None:
             return super().__call__(*args, **kwargs)
         place = self._context_argument.position
         names = self._context_names

@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from shardcore.comm.collectives import packed
@@ -140,14 +139,10 @@ class ListedExperts(ParallelMixin):
     def _with_all(self, out: Tensor, experts: list[nn.Module]) -> Tensor:
         called = torch.tensor([expert.__dict__[_CALLED] for expert in experts], dtype=torch.int32, device=out.device)
         missed = [not expert.__dict__[_CALLED] for expert in experts]
-        for group in self._groups:
+        for group in self._shard_context.replica_groups:
             dist.all_reduce(called, op=dist.ReduceOp.MAX, group=group)
         lacking = [list(expert.parameters()) if miss else [] for expert, miss in zip(experts, missed, strict=True)]
         return touch_elsewhere(out, called, lacking)
-
-    @property
-    def _groups(self) -> list[ProcessGroup]:
-        return self._shard_context.replica_groups
 
 
 class ListedExpert(ParallelMixin):

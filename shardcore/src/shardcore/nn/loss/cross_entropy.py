@@ -28,8 +28,6 @@ from shardcore.nn.linear.functional import autocast
 #: A function of logits that treats each by itself.
 Change = Callable[[Tensor], Tensor]
 
-_HALF = (torch.float16, torch.bfloat16)
-
 
 class Vocabulary(NamedTuple):
     """How the vocabulary of one head is split.
@@ -57,8 +55,9 @@ class _Partial(NamedTuple):
     total: Tensor | None  # sum of the logits; for label smoothing only
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in _HALF else x
+def wide(x: Tensor) -> Tensor:
+    """Return ``x`` in the dtype of sums."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _own(labels: Tensor, vocabulary: Vocabulary, width: int) -> tuple[Tensor, Tensor]:
@@ -70,7 +69,7 @@ def _own(labels: Tensor, vocabulary: Vocabulary, width: int) -> tuple[Tensor, Te
 
 def _look(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, smoothing: float) -> _Partial:
     """Return what this rank's ``logits`` (N, V/tp) contribute to the losses of its tokens."""
-    logits = _wide(logits)
+    logits = wide(logits)
     highest = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)  # all words of a rank may be at -inf
     columns, mine = _own(labels, vocabulary, logits.size(-1))
     return _Partial(
@@ -100,7 +99,7 @@ def _gradient(
 ) -> Tensor:
     """Return the gradient of ``logits`` (N, V/tp) in their dtype; ``grads`` (N) is that of the losses."""
     columns, mine = _own(labels, vocabulary, logits.size(-1))
-    grad = (_wide(logits) - normalizer.unsqueeze(-1)).exp_()
+    grad = (wide(logits) - normalizer.unsqueeze(-1)).exp_()
     if smoothing:
         grad -= smoothing / vocabulary.size
     # The label's own word; ranks that do not have it subtract nothing.
@@ -123,11 +122,6 @@ class _VocabCrossEntropy(Function):
         refuse_double_backward()
         logits, labels, normalizer = ctx.saved_tensors
         return _gradient(logits, labels, normalizer, grads[0], ctx.vocabulary, ctx.smoothing), None, None, None
-
-
-def _accumulator(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which the gradient of a parameter is summed over chunks, each of which is rounded."""
-    return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
 
 
 def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -182,8 +176,9 @@ class _ChunkedCrossEntropy(Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight, bias = ctx.parameters
         gx = torch.empty_like(x) if needs_x else None
-        gw = torch.zeros_like(w, dtype=_accumulator(w)) if needs_weight else None
-        gb = torch.zeros_like(b, dtype=_accumulator(b)) if needs_bias else None
+        # Summed over chunks, each of which is rounded.
+        gw = torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) if needs_weight else None
+        gb = torch.zeros_like(b, dtype=torch.promote_types(b.dtype, torch.float32)) if needs_bias else None
         for start in range(0, x.size(0), ctx.chunk):
             some = slice(start, start + ctx.chunk)
             product = F.linear(x[some], w, b)
