@@ -299,8 +299,7 @@ class _SplitToTP(Function):
 
 def copy_to_tp(x: Tensor, channel: Channel) -> Tensor:
     """Enter a region: identity forward, all-reduce backward (Megatron's *f*). Shape (..., H) in and out."""
-    out: Tensor = _CopyToTP.apply(x, channel)  # type: ignore[no-untyped-call]  # untyped in torch
-    return out
+    return _CopyToTP.apply(x, channel)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def reduce_from_tp(x: Tensor, channel: Channel, *, fresh: bool = False) -> Tensor:
@@ -312,8 +311,7 @@ def reduce_from_tp(x: Tensor, channel: Channel, *, fresh: bool = False) -> Tenso
         fresh: nobody else holds ``x`` and no gradient formula reads it, so that it may be reduced in place.
     """
     in_place = fresh and not torch.compiler.is_compiling()
-    out: Tensor = (_ReduceFromTPInPlace if in_place else _ReduceFromTP).apply(x, channel)  # type: ignore[no-untyped-call]
-    return out
+    return (_ReduceFromTPInPlace if in_place else _ReduceFromTP).apply(x, channel)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def gather_from_tp(x: Tensor, channel: Channel, dim: int, size: int | Sequence[int]) -> Tensor:
@@ -323,11 +321,9 @@ def gather_from_tp(x: Tensor, channel: Channel, dim: int, size: int | Sequence[i
     backward holds if what follows is the same on all ranks, as it is outside regions.
     """
     sizes = _sizes(size, channel.size) if isinstance(size, int) else size
-    out: Tensor = _GatherFromTP.apply(x, channel, dim % x.ndim, sizes)  # type: ignore[no-untyped-call]  # untyped in torch
-    return out
+    return _GatherFromTP.apply(x, channel, dim % x.ndim, sizes)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def split_to_tp(x: Tensor, channel: Channel, dim: int) -> Tensor:
     """Own part forward, all-gather backward: (..., H, ...) to (..., H/tp, ...) along ``dim``."""
-    out: Tensor = _SplitToTP.apply(x, channel, dim % x.ndim)  # type: ignore[no-untyped-call]  # untyped in torch
-    return out
+    return _SplitToTP.apply(x, channel, dim % x.ndim)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch

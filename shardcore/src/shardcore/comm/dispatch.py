@@ -102,10 +102,8 @@ def dispatch(rows: Sequence[Tensor], plan: Dispatch, factor: float = 1.0) -> tup
 
     Backward, for floating tensors: the gradients of one row are sent back, multiplied by ``factor``, and added up.
     """
-    out: tuple[Tensor, ...] = _AllToAll.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-        plan.channel, plan.sent, plan.received, factor, *(row[plan.rows] for row in rows)
-    )
-    return out
+    own = [row[plan.rows] for row in rows]
+    return _AllToAll.apply(plan.channel, plan.sent, plan.received, factor, *own)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def combine(rows: Tensor, plan: Dispatch, factor: float = 1.0) -> Tensor:

@@ -204,8 +204,7 @@ def read_local(*parameters: Tensor, fresh: bool = False) -> tuple[Tensor, ...]:
         return tuple(_traced(p, fresh=fresh) if isinstance(p, DTensor) else p for p in parameters)
     if not torch.is_grad_enabled():
         return tuple(local_tensor(p) for p in parameters)
-    out: tuple[Tensor, ...] = _ReadLocal.apply(fresh, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
-    return out
+    return _ReadLocal.apply(fresh, *parameters)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def _traced(parameter: DTensor, *, fresh: bool) -> Tensor:
@@ -229,5 +228,4 @@ def read_partial(channel: Channel, *parameters: Tensor, deferred: bool = False) 
         return tuple(_CompiledPartial.apply(p, channel) for p in read_local(*parameters))  # type: ignore[no-untyped-call]
     if not torch.is_grad_enabled():
         return tuple(local_tensor(p) for p in parameters)
-    out: tuple[Tensor, ...] = _ReadPartial.apply(channel, deferred, *parameters)  # type: ignore[no-untyped-call]
-    return out
+    return _ReadPartial.apply(channel, deferred, *parameters)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch

@@ -179,8 +179,7 @@ def _put_together(parts: Sequence[Tensor], channel: Channel) -> tuple[Tensor, ..
 def _all_gather(flat: Tensor, channel: Channel) -> Tensor:
     """Return what each rank of ``channel`` has: (m) to (c, m)."""
     if torch.compiler.is_compiling():
-        out: Tensor = _CompiledGatherRows.apply(flat, channel)  # type: ignore[no-untyped-call]  # untyped in torch
-        return out
+        return _CompiledGatherRows.apply(flat, channel)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
     return channel.all_gather(flat)
 
 
@@ -246,5 +245,4 @@ def gather_rows(channel: Channel, *parameters: Tensor) -> tuple[Tensor, ...]:
         return _put_together(read_local(*parameters), channel)
     if not torch.is_grad_enabled():
         return _put_together([local_tensor(p) for p in parameters], channel)
-    out: tuple[Tensor, ...] = _GatherRows.apply(channel, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
-    return out
+    return _GatherRows.apply(channel, *parameters)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch

@@ -32,8 +32,7 @@ def share_gradient(x: Tensor, ranks: int) -> Tensor:
     Identity forward. The gradient that comes back is the same on all ranks, while gradients inside are summands: each
     rank contributes its part of ``ranks`` equal ones, in the backward.
     """
-    out: Tensor = _ShareGradient.apply(x, ranks)  # type: ignore[no-untyped-call]  # untyped in torch
-    return out
+    return _ShareGradient.apply(x, ranks)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 class _Touch(Function):
@@ -52,8 +51,7 @@ class _Touch(Function):
 
 def touch(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return ``x``; in its backward every one of ``parameters`` gets a gradient, which adds zero."""
-    out: Tensor = _Touch.apply(x, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
-    return out
+    return _Touch.apply(x, *parameters)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 class _TouchElsewhere(Function):
@@ -82,8 +80,7 @@ def touch_elsewhere(x: Tensor, called: Tensor, lacking: Sequence[Sequence[Tensor
     """
     experts = [i for i, parameters in enumerate(lacking) for _ in parameters]
     flat = [parameter for parameters in lacking for parameter in parameters]
-    out: Tensor = _TouchElsewhere.apply(x, called, experts, *flat)  # type: ignore[no-untyped-call]  # untyped in torch
-    return out
+    return _TouchElsewhere.apply(x, called, experts, *flat)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def _zeros(parameter: Tensor) -> Tensor:

@@ -126,24 +126,19 @@ class _GatherSequence(_EnterFromSequence):
         return own_tokens(grads[0], ctx.channel), None, None
 
 
-def _apply(function: type[Function], *args: Any) -> Tensor:
-    out: Tensor = function.apply(*args)
-    return out
-
-
 def enter_from_sequence(x: Tensor, channel: Channel, length: int) -> Tensor:
     """Enter a region: all-gather forward, reduce-scatter backward; (B, L, ...) to (B, S, ...)."""
-    return _apply(_EnterFromSequence, x, channel, length)
+    return _EnterFromSequence.apply(x, channel, length)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def leave_to_sequence(x: Tensor, channel: Channel) -> Tensor:
     """Leave a region: reduce-scatter of the summands forward, all-gather backward; (B, S, ...) to (B, L, ...)."""
-    return _apply(_LeaveToSequence, x, channel)
+    return _LeaveToSequence.apply(x, channel)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def scatter_sequence(x: Tensor, channel: Channel) -> Tensor:
     """Keep this rank's tokens forward, all-gather backward; (B, S, ...), the same on all ranks, to (B, L, ...)."""
-    return _apply(_ScatterSequence, x, channel)
+    return _ScatterSequence.apply(x, channel)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def gather_sequence(x: Tensor, channel: Channel, length: int) -> Tensor:
@@ -151,4 +146,4 @@ def gather_sequence(x: Tensor, channel: Channel, length: int) -> Tensor:
 
     The backward holds if what follows is the same on all ranks, as it is outside regions.
     """
-    return _apply(_GatherSequence, x, channel, length)
+    return _GatherSequence.apply(x, channel, length)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch

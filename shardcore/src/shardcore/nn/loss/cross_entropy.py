@@ -206,8 +206,7 @@ class _ChunkedCrossEntropy(Function):
 
 def split_cross_entropy(logits: Tensor, labels: Tensor, vocabulary: Vocabulary, smoothing: float = 0.0) -> Tensor:
     """Return the loss of each token, (N), from this rank's ``logits`` (N, V/tp) and ``labels`` (N) in [0, V)."""
-    losses: Tensor = _VocabCrossEntropy.apply(logits, labels, vocabulary, smoothing)  # type: ignore[no-untyped-call]  # untyped
-    return losses
+    return _VocabCrossEntropy.apply(logits, labels, vocabulary, smoothing)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def chunked_cross_entropy(
@@ -234,5 +233,4 @@ def chunked_cross_entropy(
         changes: what is done to each word's logit by itself, one after the other: functions of this rank's logits
             (n, V/tp) of some tokens, without parameters.
     """
-    losses: Tensor = _ChunkedCrossEntropy.apply(x, weight, bias, labels, vocabulary, smoothing, chunk, changes)  # type: ignore[no-untyped-call]
-    return losses
+    return _ChunkedCrossEntropy.apply(x, weight, bias, labels, vocabulary, smoothing, chunk, changes)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
