@@ -8,7 +8,7 @@ al. 2022, https://arxiv.org/abs/2205.05198. The number of tokens of the running 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,14 +24,8 @@ from shardcore.comm.sequence import (
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
 
-
-class _State(NamedTuple):
-    """The state of a `SequenceShard`."""
-
-    #: Outside of its forward, before the first block, among the blocks, after them.
-    phase: Literal["outside", "before", "inside", "after"] = "outside"
-    length: int | None = None
-    last: int | None = None
+#: Outside of the forward of a stack, before the first block, among the blocks, after them.
+_Phase = Literal["outside", "before", "inside", "after"]
 
 
 class SequenceShard:
@@ -50,13 +44,9 @@ class SequenceShard:
 
     def __init__(self, context: ShardContext) -> None:
         self.context = context
-        self._set(_State())
-
-    def _set(self, state: _State) -> None:
-        self.phase, self.length, self.last = state
-
-    def _state(self) -> _State:
-        return _State(self.phase, self.length, self.last)
+        self.phase: _Phase = "outside"
+        self.length: int | None = None
+        self.last: int | None = None
 
     @property
     def local(self) -> int | None:
@@ -68,16 +58,17 @@ class SequenceShard:
         """Whether the forward of the stack is running."""
         return self.phase != "outside"
 
-    def start(self) -> _State:
+    def start(self) -> tuple[_Phase, int | None, int | None]:
         """Begin a forward of the stack, and return the state before it, for `stop`."""
-        outer = self._state()
-        self._set(_State("before"))
+        outer = self.phase, self.length, self.last
+        self.phase, self.length, self.last = "before", None, None
         return outer
 
-    def stop(self, outer: _State) -> None:
+    def stop(self, outer: tuple[_Phase, int | None, int | None]) -> None:
         """End the forward of the stack; ``outer``, a forward of it that is still running, goes on."""
-        # What was captured is looked at after the end.
-        self._set(_State(last=self.last) if outer.phase == "outside" else outer)
+        if outer[0] == "outside":
+            outer = "outside", None, self.last  # what was captured is looked at after the end
+        self.phase, self.length, self.last = outer
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of ``x`` (B, S, ...), the input of the first block; all if they are too few."""
