@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,10 @@ class Argument(NamedTuple):
 
     name: str
     position: int
+
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a call gives for this one; None if it gives nothing."""
+        return kwargs.get(self.name, args[self.position] if self.position < len(args) else None)
 
     def changed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]

@@ -8,15 +8,16 @@ from typing import Any
 
 from torch import nn
 
+from shardcore.nn.arguments import Argument
 from shardcore.policy import HeadCounts, Heads, Scope
 
 
-def argument_of(module: nn.Module, name: str | None) -> tuple[str, int] | None:
-    """Return name and position of an argument of ``module.forward`` (the first by default), or None."""
+def argument_of(module: nn.Module, name: str | None) -> Argument | None:
+    """Return an argument of ``module.forward`` (the first by default), or None."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
     wanted = name or (names[0] if names else None)
-    return (wanted, names.index(wanted)) if wanted in names else None
+    return Argument(wanted, names.index(wanted)) if wanted in names else None
 
 
 def is_in(name: str, outer: str) -> bool:

@@ -71,8 +71,8 @@ def loss(
 ) -> Rule:
     """Compute the loss outside of the model's ``forward``, from its outputs, for models that compute it inside.
 
-    The labels are removed from the arguments, the model's own forward runs without them, and the result of ``fn(model,
-    *logits, *labels)`` is put first into its output.
+    The model's own forward is given None in place of the labels, and the result of ``fn(model, *logits, *labels)`` is
+    put first into its output.
 
     Args:
         fn: returns the loss; called with the model, the named outputs and the named labels.
@@ -140,11 +140,14 @@ class LossRule(Rule):
 
     @override
     def plan(self, scope: Scope) -> None:
+        taken = []
         for name in self.labels:
-            if argument_of(scope.module, name) is None:
+            argument = argument_of(scope.module, name)
+            if argument is None:
                 scope.problem(f"{type(scope.module).__name__}.forward has no argument {name!r}", "correct labels=")
                 return
-        scope.add(TakeLoss(path=scope.name(""), function=self.function, labels=self.labels, logits=self.logits))
+            taken.append(argument)
+        scope.add(TakeLoss(path=scope.name(""), function=self.function, labels=tuple(taken), logits=self.logits))
 
 
 def head(*names: str, bias: str | None = None, optional: bool = False) -> Rule:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
+from shardcore.nn.arguments import Argument
 from shardcore.plan.steps.tokens import DivideTokens, ShardSequence
 from shardcore.policy import Rule, Scope
 from shardcore.styles._finding import argument_of, written
@@ -82,7 +83,7 @@ class SequenceRule(Rule):
             )
 
     def _divide(
-        self, scope: Scope, blocks: tuple[str, ...], argument: tuple[str, int], end: str, attentions: list[str]
+        self, scope: Scope, blocks: tuple[str, ...], argument: Argument, end: str, attentions: list[str]
     ) -> None:
         config = scope.config
         ranks, heads = config.context_parallel_size or 1, scope.heads

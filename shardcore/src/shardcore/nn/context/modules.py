@@ -95,9 +95,11 @@ class ContextBlock(_ContextModule):
     """A block of a stack. The first one that is called divides the tokens; each takes its own of the other arguments.
 
     Options:
-        argument: name and position of the argument with the tokens.
+        argument: the one with the tokens.
         shard: the `ContextShard`.
     """
+
+    kept_options: ClassVar[Mapping[str, str]] = {**_ContextModule.kept_options, "argument": "_context_argument"}
 
     _context_argument: Argument
     _context_dropouts: DropoutSites
@@ -107,7 +109,7 @@ class ContextBlock(_ContextModule):
     def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
         dropouts = DropoutSites([module])
         new = super().swap_class(module, context, **options)
-        new.__dict__.update(_context_argument=Argument(*options["argument"]), _context_dropouts=dropouts)
+        new.__dict__["_context_dropouts"] = dropouts
         return new
 
     # Not a hook and not the forward: checkpoints and FSDP2 are inside this call, so that neither repeats the division.

@@ -18,7 +18,7 @@ unsharded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,29 +41,20 @@ class ExpertsBlock(ParallelMixin):
     ranks (the router's logits).
 
     Options:
-        argument: name and position of the argument that is the input.
+        argument: the one that is the input.
     """
 
     keeps_name: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"argument"})
+    kept_options: ClassVar[Mapping[str, str]] = {"argument": "_experts_argument"}
 
     #: Set where the activations outside are split along the sequence.
-    _experts_sequence: SequenceShard | None
+    _experts_sequence: SequenceShard | None = None
     _experts_argument: Argument
     _shard_context: ShardContext
 
     @override
     def _take_sequence(self, tokens: SequenceShard | None) -> None:
         self.__dict__["_experts_sequence"] = tokens
-
-    @classmethod
-    @override
-    def swap_class(
-        cls, module: nn.Module, context: ShardContext, *, argument: tuple[str, int] = ("", 0), **options: Any
-    ) -> Self:
-        new = super().swap_class(module, context)
-        new.__dict__.update(_experts_sequence=None, _experts_argument=Argument(*argument))
-        return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward on all tokens, and sum what it returns."""

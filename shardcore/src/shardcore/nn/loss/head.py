@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -13,6 +12,7 @@ from typing_extensions import override
 from shardcore.comm.collectives import chunk_bounds, gather_from_tp
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
+from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.linear.parallel import ColumnLinear
 from shardcore.nn.loss.cross_entropy import Vocabulary
@@ -70,60 +70,40 @@ class LossFromOutputs(ParallelMixin):
 
     Options:
         function: called with (model, *logits, *labels); returns the loss.
-        labels: the arguments that are removed before the forward; without the first of them the model runs as it is.
+        labels: the arguments that are None in the forward; without the first of them the model runs as it is.
         logits: the outputs that the function is given.
     """
 
     keeps_name: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"function", "labels", "logits"})
+    kept_options: ClassVar[Mapping[str, str]] = {
+        "function": "_shard_loss",
+        "labels": "_shard_labels",
+        "logits": "_shard_logits",
+    }
 
-    _shard_loss: tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]
-    _shard_positions: dict[str, int]
+    _shard_loss: Callable[..., Any]
+    _shard_labels: tuple[Argument, ...]
+    _shard_logits: tuple[str, ...]
     _loss_return_dict: ReturnDict
 
     @classmethod
     @override
-    def swap_class(
-        cls,
-        module: nn.Module,
-        context: ShardContext,
-        *,
-        function: Callable[..., Any] = lambda model: None,
-        labels: tuple[str, ...] = (),
-        logits: tuple[str, ...] = (),
-        **options: Any,
-    ) -> Self:
-        names = list(inspect.signature(module.forward).parameters)
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
         return_dict = ReturnDict.of(module)
-        new = super().swap_class(module, context)
-        new.__dict__["_shard_loss"] = (function, labels, logits)
-        new.__dict__["_shard_positions"] = {name: names.index(name) for name in labels}
+        new = super().swap_class(module, context, **options)
         new.__dict__["_loss_return_dict"] = return_dict
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the native forward does, with the loss first where there are labels."""
-        function, labels, logits = self._shard_loss
-        values = [self._argument(name, args, kwargs) for name in labels]
+        values = [label.given(args, kwargs) for label in self._shard_labels]
         if values[0] is None:
             return super().forward(*args, **kwargs)
-        taken = {self._shard_positions[name] for name in labels}
-        args = tuple(None if i in taken else value for i, value in enumerate(args))
-        kwargs = {name: value for name, value in kwargs.items() if name not in labels}
+        for label in self._shard_labels:
+            args, kwargs = label.changed(args, kwargs, lambda _: None)
         as_tuple = self._loss_return_dict.is_tuple(self, args, kwargs)
         args, kwargs = self._loss_return_dict.named(args, kwargs)
         out = super().forward(*args, **kwargs)
-        loss = function(self, *(out[name] for name in logits), *values)
-        whole = _with_loss(out, loss)
+        loss = self._shard_loss(self, *(out[name] for name in self._shard_logits), *values)
+        whole = type(out)(**{**out, "loss": loss})  # whose class declares it first
         return whole.to_tuple() if as_tuple else whole
-
-    def _argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if name in kwargs:
-            return kwargs[name]
-        position = self._shard_positions[name]
-        return args[position] if position < len(args) else None
-
-
-def _with_loss(out: Any, loss: Any) -> Any:
-    """Return the same output with the loss; its class declares it first."""
-    return type(out)(**{**out, "loss": loss})

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds
 from shardcore.errors import NotSupportedError, VocabParallelLogitsError
+from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.linear.functional import can_look_at, flat
 from shardcore.nn.linear.parallel import ColumnLinear
@@ -301,7 +302,7 @@ class VocabParallelLossModel(ParallelMixin):
     """A model whose head keeps its logits split in calls with labels; without labels they are gathered.
 
     Options:
-        labels: name and position of the argument with labels.
+        labels: the argument with labels.
         heads: the heads.
         chunk: the number of tokens whose logits are computed at a time, inside the loss; None computes all in the head.
     """
@@ -313,14 +314,13 @@ class VocabParallelLossModel(ParallelMixin):
         "chunk": "_split_chunk",
     }
 
-    _split_labels: tuple[str, int]
+    _split_labels: Argument
     _split_heads: tuple[nn.Module, ...]
     _split_chunk: int | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward; with labels, its logits are DTensors split over the vocabulary."""
-        name, place = self._split_labels
-        labels = kwargs.get(name, args[place] if place < len(args) else None)
+        labels = self._split_labels.given(args, kwargs)
         heads: Any = self._split_heads
         before = [head.keeps_split for head in heads]  # True where this is called inside a call with labels
         for head in heads:

@@ -70,9 +70,11 @@ class SequenceBlock(SequenceModule):
     """A block of a stack. The first one that is called splits the tokens; inside, ranks draw different numbers.
 
     Options:
-        argument: name and position of the argument with the tokens.
+        argument: the one with the tokens.
         tokens: the `SequenceShard`.
     """
+
+    kept_options: ClassVar[Mapping[str, str]] = {**SequenceModule.kept_options, "argument": "_tokens_argument"}
 
     _tokens_argument: Argument
     _tokens_dropouts: DropoutSites
@@ -82,7 +84,6 @@ class SequenceBlock(SequenceModule):
     def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
         dropouts = DropoutSites([module])
         new = super().swap_class(module, context, **options)
-        new.__dict__["_tokens_argument"] = Argument(*options["argument"])
         new.__dict__["_tokens_dropouts"] = dropouts
         return new
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from shardcore.errors import Problem
+from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.experts.block import ExpertsBlock, ListedExpert, ListedExperts, RouterLogits
@@ -28,7 +29,7 @@ class EnterExperts(Step):
     phase: ClassVar[Phase] = Phase.ENTER
     splits_heads: ClassVar[bool] = True
 
-    argument: tuple[str, int]
+    argument: Argument
     router: str
     captured: int | None = None
 

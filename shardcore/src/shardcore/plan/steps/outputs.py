@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site, forward
@@ -141,19 +142,20 @@ class TakeLoss(Step):
 
     Attributes:
         function: called with the model, the outputs ``logits`` and the arguments ``labels``.
-        labels: the arguments that are removed before the forward.
+        labels: the arguments that are None in the forward.
         logits: the outputs that the function is given.
     """
 
     mixin: ClassVar[type[ParallelMixin]] = LossFromOutputs
 
     function: Callable[..., Any]
-    labels: tuple[str, ...]
+    labels: tuple[Argument, ...]
     logits: tuple[str, ...]
 
     @override
     def describe(self) -> str:
-        return f"loss of {', '.join(self.logits)} against {', '.join(self.labels)} after the forward"
+        labels = ", ".join(label.name for label in self.labels)
+        return f"loss of {', '.join(self.logits)} against {labels} after the forward"
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
@@ -175,7 +177,7 @@ class KeepLogitsSharded(Step):
     phase: ClassVar[Phase] = Phase.LOGITS
     mixin: ClassVar[type[ParallelMixin]] = VocabParallelLossModel
 
-    labels: tuple[str, int]
+    labels: Argument
     heads: tuple[str, ...]
     chunk: int | None = None
 

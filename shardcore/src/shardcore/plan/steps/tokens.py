@@ -14,6 +14,7 @@ from shardcore.comm.collectives import Channel
 from shardcore.errors import Problem
 from shardcore.mesh.axes import group_of_ranks
 from shardcore.mesh.context import ShardContext
+from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.context.attention import Groups
 from shardcore.nn.context.logits import ContextHead
@@ -39,7 +40,7 @@ class ShardSequence(Step):
     phase: ClassVar[Phase] = Phase.SEQUENCE
 
     blocks: tuple[str, ...]
-    argument: tuple[str, int]
+    argument: Argument
     end: str
 
     @property
@@ -113,7 +114,7 @@ class DivideTokens(Step):
     divides_tokens: ClassVar[bool] = True
 
     blocks: tuple[str, ...]
-    argument: tuple[str, int]
+    argument: Argument
     end: str
     attentions: tuple[str, ...]
     exchanging: int
