@@ -9,11 +9,12 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
+from typing_extensions import override
 
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError
@@ -31,6 +32,7 @@ __all__ = [
     "Rule",
     "Scope",
     "Stages",
+    "Word",
 ]
 
 
@@ -150,8 +152,6 @@ class Scope(Protocol):
 class Rule(ABC):
     """One line of a policy: a style and the submodules it applies to.
 
-    To add a word to the vocabulary, subclass it beside a constructor in a module of `shardcore.styles`.
-
     Attributes:
         text: the rule as its author wrote it, for messages.
         optional: the rule may match nothing.
@@ -166,6 +166,21 @@ class Rule(ABC):
 
     def __str__(self) -> str:
         return self.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word(Rule):
+    """A rule that is one function, which a constructor defines in itself: so most words of `shardcore.styles` are made.
+
+    Attributes:
+        planned: called with the module of the class that the rule is listed under.
+    """
+
+    planned: Callable[[Scope], object] = field(repr=False)
+
+    @override
+    def plan(self, scope: Scope) -> None:
+        self.planned(scope)
 
 
 class Check(Protocol):

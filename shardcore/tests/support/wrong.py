@@ -13,6 +13,7 @@ from shardcore.comm.collectives import reduce_from_tp
 from shardcore.comm.dtensor_params import read_local
 from shardcore.nn import ColumnLinear, RowLinear
 from shardcore.nn.linear.functional import local_linear
+from shardcore.policy import Scope, Word
 from shardcore.styles import (
     attribute,
     col,
@@ -24,7 +25,6 @@ from shardcore.styles import (
     row,
     vocab,
 )
-from shardcore.styles.layers import SwapRule
 
 
 class Replaced(NetPolicy):
@@ -134,7 +134,11 @@ class NoEnter(NetPolicy):
 
 
 def _split(*names: str) -> Any:
-    return SwapRule(text="split", names=names, target=ColumnLinear, options=(("enters", False),))
+    def plan(scope: Scope) -> None:
+        for name in names:
+            scope.swap(name, ColumnLinear, enters=False)
+
+    return Word(text="split", planned=plan)
 
 
 class ReplicatedInside(NetPolicy):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.blip_2.modeling_blip_2 import eager_attention_forward
-from typing_extensions import override
 
 from shardcore.nn import ReplacedMethods
-from shardcore.policy import Rule, Scope
+from shardcore.policy import Rule, Word
 
 
 def _attend(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -35,13 +33,6 @@ class _Attention(ReplacedMethods):
     forward = _attend
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attends(Rule):
-    @override
-    def plan(self, scope: Scope) -> None:
-        scope.swap("", _Attention)
-
-
 def attends() -> Rule:
     """Return the rule by which an attention counts heads in one way."""
-    return _Attends(text="attends()")
+    return Word(text="attends()", planned=lambda scope: scope.swap("", _Attention))

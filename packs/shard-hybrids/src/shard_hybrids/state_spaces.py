@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import override
 
 from shardcore.nn import HeadParameters, NormOverHeads, ParallelMixin
-from shardcore.policy import Rule, Scope
+from shardcore.policy import Rule, Scope, Word
 
 
 class Unfused(ParallelMixin):
@@ -57,19 +55,20 @@ class GatedNormOverHeads(NormOverHeads):
         return super().forward(x).to(hidden_states.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Unfused(Rule):
-    multiplied: bool
+def unfused(*, multiplied: bool = False) -> Rule:
+    """Return the rule by which a mixer does without the kernel that computes all of it.
 
-    @override
-    def plan(self, scope: Scope) -> None:
-        scope.swap("", Multiplied if self.multiplied else Unfused)
+    Args:
+        multiplied: its features are multiplied by numbers that it keeps, ``mup_vector``.
+    """
+    target = Multiplied if multiplied else Unfused
+    return Word(text=f"unfused(multiplied={multiplied})", planned=lambda scope: scope.swap("", target))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GatedNorm(Rule):
-    @override
-    def plan(self, scope: Scope) -> None:
+def gated_norm() -> Rule:
+    """Return the rule for the norm over the features of each group of heads, or of all, that are gated before."""
+
+    def plan(scope: Scope) -> None:
         heads, module = scope.heads, scope.find("norm")
         weight = None if module is None else module._parameters.get("weight")
         if heads is None or weight is None:
@@ -84,16 +83,4 @@ class _GatedNorm(Rule):
             what = f"its norm is over each of {heads.kv} groups, of which {heads.ranks} ranks have parts"
             scope.refuse(what, f"use a tensor_parallel_size that divides {heads.kv}")
 
-
-def unfused(*, multiplied: bool = False) -> Rule:
-    """Return the rule by which a mixer does without the kernel that computes all of it.
-
-    Args:
-        multiplied: its features are multiplied by numbers that it keeps, ``mup_vector``.
-    """
-    return _Unfused(text=f"unfused(multiplied={multiplied})", multiplied=multiplied)
-
-
-def gated_norm() -> Rule:
-    """Return the rule for the norm over the features of each group of heads, or of all, that are gated before."""
-    return _GatedNorm(text="gated_norm()")
+    return Word(text="gated_norm()", planned=plan)

@@ -6,9 +6,8 @@ import operator
 from dataclasses import dataclass
 
 from torch import nn
-from typing_extensions import override
 
-from shardcore.policy import Rule, Scope
+from shardcore.policy import Rule, Scope, Word
 from shardcore.styles import replicate
 
 
@@ -38,18 +37,10 @@ def shared(heads: str, *rules: Rule) -> Rule:
         heads: the attribute of a layer that counts its heads.
         *rules: what is split, and the attributes that count it.
     """
-    return SharedRule(text=f"shared({heads!r}, {', '.join(map(str, rules))})", heads=heads, rules=rules)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedRule(Rule):
-    """`shared`."""
-
-    heads: str
-    rules: tuple[Rule, ...]
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        divides = operator.attrgetter(self.heads)(scope.module) % scope.ranks == 0
-        for rule in self.rules if divides else (replicate("attention"),):
+    def plan(scope: Scope) -> None:
+        divides = operator.attrgetter(heads)(scope.module) % scope.ranks == 0
+        for rule in rules if divides else (replicate("attention"),):
             rule.plan(scope)
+
+    return Word(text=f"shared({heads!r}, {', '.join(map(str, rules))})", planned=plan)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from shard_torch.encoder import PaddedEncoder
-from shardcore.policy import Rule, Scope
+from shardcore.policy import Rule, Scope, Word
 from shardcore.styles import attention, norm, replicate, sequence
 
 #: What has rules of its own, wherever it is.
@@ -25,15 +23,8 @@ _SERVED = (
 
 def stack() -> Rule:
     """An encoder or a decoder of torch: its last norm, if it has one, and where its tokens are split and gathered."""
-    return StackRule(text="stack()")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackRule(Rule):
-    """`stack`."""
-
-    @override
-    def plan(self, scope: Scope) -> None:
+    def plan(scope: Scope) -> None:
         has_norm = scope.module._modules.get("norm") is not None
         if has_norm:
             norm("norm").plan(scope)
@@ -41,31 +32,29 @@ class StackRule(Rule):
             scope.swap("", PaddedEncoder)
         sequence(scatter="layers[0]", gather="norm" if has_norm else "layers[-1]").plan(scope)
 
+    return Word(text="stack()", planned=plan)
+
 
 def rest() -> Rule:
     """A model around modules of torch: attention outside of torch's layers is split, all else is on every rank."""
-    return RestRule(text="rest()")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestRule(Rule):
-    """`rest`."""
-
-    @override
-    def plan(self, scope: Scope) -> None:
+    def plan(scope: Scope) -> None:
         if len([*scope.above()]) == 1:  # a model may hold another one of its class
-            self._below(scope, scope.module, "")
+            _plan_below(scope, scope.module, "")
 
-    def _below(self, scope: Scope, module: nn.Module, path: str) -> None:
-        if isinstance(module, nn.MultiheadAttention):
-            attention(path).plan(scope)
-        if isinstance(module, _SERVED):
-            return
-        own = [f"{path}.{name}".lstrip(".") for name, p in module._parameters.items() if p is not None]
-        if own:
-            replicate(*own).plan(scope)
-        for name, child in module.named_children():
-            self._below(scope, child, f"{path}.{name}".lstrip("."))
+    return Word(text="rest()", planned=plan)
+
+
+def _plan_below(scope: Scope, module: nn.Module, path: str) -> None:
+    if isinstance(module, nn.MultiheadAttention):
+        attention(path).plan(scope)
+    if isinstance(module, _SERVED):
+        return
+    own = [f"{path}.{name}".lstrip(".") for name, p in module._parameters.items() if p is not None]
+    if own:
+        replicate(*own).plan(scope)
+    for name, child in module.named_children():
+        _plan_below(scope, child, f"{path}.{name}".lstrip("."))
 
 
 def mixes_features(layer: nn.Module) -> bool:

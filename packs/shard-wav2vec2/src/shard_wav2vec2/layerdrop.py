@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from typing_extensions import override
-
-from shardcore.policy import Rule, Scope
+from shardcore.policy import Rule, Scope, Word
 
 
 def layer_drop_of_config(name: str) -> Rule:
@@ -15,24 +11,17 @@ def layer_drop_of_config(name: str) -> Rule:
     Under sequence parallelism it is refused too: the last layer gathers the tokens, and would be left out with the
     others.
     """
-    return LayerDropOfConfig(text=f"layer_drop_of_config({name!r})", name=name)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerDropOfConfig(Rule):
-    """`layer_drop_of_config`."""
-
-    name: str
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        rate, config = getattr(scope.module.config, self.name), scope.config
+    def plan(scope: Scope) -> None:
+        rate, config = getattr(scope.module.config, name), scope.config
         if not rate or config.inference_only:
             return
-        todo = f"set config.{self.name} to 0, or use tensor parallelism alone"
+        todo = f"set config.{name} to 0, or use tensor parallelism alone"
         if (config.data_parallel_size or 1) > 1:
             what = "every data-parallel replica would leave out other layers in training"
-            scope.problem(f"config.{self.name} is {rate}: {what}", todo)
+            scope.problem(f"config.{name} is {rate}: {what}", todo)
         if config.enable_sequence_parallelism:
             what = "the layers between which tokens are split could be left out, the one that gathers them too"
-            scope.problem(f"config.{self.name} is {rate}: {what}", todo)
+            scope.problem(f"config.{name} is {rate}: {what}", todo)
+
+    return Word(text=f"layer_drop_of_config({name!r})", planned=plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from typing_extensions import override
 
 from shard_wav2vec2.policy import Wav2Vec2Policy
 from shardcore.nn import ReplacedMethods
-from shardcore.policy import Heads, Rule, Scope
+from shardcore.policy import Heads, Rule, Word
 from shardcore.styles import attribute, by_heads, outputs, partial, per_rank, region
 
 
@@ -35,7 +34,7 @@ class WavLMPolicy(Wav2Vec2Policy):
             by_heads("attention.gru_rel_pos_const", dim=1),
             by_heads("attention.rel_attn_embed", dim=1, optional=True),
             partial("attention.gru_rel_pos_linear"),
-            _Attends(text="attends()"),
+            Word(text="attends()", planned=lambda scope: scope.swap("attention", _Attention)),
         ]
 
 
@@ -73,10 +72,3 @@ def _attend(
 
 class _Attention(ReplacedMethods):
     forward = _attend
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attends(Rule):
-    @override
-    def plan(self, scope: Scope) -> None:
-        scope.swap("attention", _Attention)

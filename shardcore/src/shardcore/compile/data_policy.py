@@ -25,7 +25,7 @@ from shardcore.compile.builder import RuleScope
 from shardcore.compile.mixing import LinearAt, mixed, read_by
 from shardcore.nn.linear.alike import Product, product_of
 from shardcore.plan.steps.base import above
-from shardcore.policy import HeadCounts, Heads, ModulePolicy, Policy, Rule, Scope, Stages
+from shardcore.policy import HeadCounts, Heads, ModulePolicy, Policy, Rule, Scope, Stages, Word
 from shardcore.styles._finding import is_in
 from shardcore.styles.layers import (
     attribute,
@@ -108,7 +108,8 @@ class DataPolicy(Policy):
         # What a class of policies says of all its models is found for this one.
         self.__dict__.update(checks=() if words.heads is None else (words.heads,), stages=words.stages)
         own = words.rules.pop(self.model, [])
-        return {**words.rules, self.model: [*own, _Rest(text="(what no path names is replicated)")]}
+        rest = Word(text="(what no path names is replicated)", planned=_replicate_rest)
+        return {**words.rules, self.model: [*own, rest]}
 
 
 def policy_of(data: Mapping[str, Any], base: type[Policy] = Policy) -> Policy:
@@ -118,30 +119,13 @@ def policy_of(data: Mapping[str, Any], base: type[Policy] = Policy) -> Policy:
     return policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Unfit(Rule):
-    """What is wrong with an entry: reported with all that is wrong with the policy."""
-
-    where: str
-    what: str
-    todo: str
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        scope.problem(self.what, self.todo, self.where)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rest(Rule):
-    """Every parameter that no other rule has claimed; it is planned last."""
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        assert isinstance(scope, RuleScope)  # for the type: it knows the claims
-        names = [name for name, _ in scope.module.named_parameters(remove_duplicate=False)]
-        claimed = scope.builder.claims.keys()
-        rest = [n for n in names if _joined(scope.name(_owner(n)), n.rpartition(".")[2]) not in claimed]
-        replicate(*rest).plan(scope)
+def _replicate_rest(scope: Scope) -> None:
+    """Replicate every parameter that no other rule has claimed; planned last."""
+    assert isinstance(scope, RuleScope)  # for the type: it knows the claims
+    names = [name for name, _ in scope.module.named_parameters(remove_duplicate=False)]
+    claimed = scope.builder.claims.keys()
+    rest = [n for n in names if _joined(scope.name(_owner(n)), n.rpartition(".")[2]) not in claimed]
+    replicate(*rest).plan(scope)
 
 
 @dataclass
@@ -159,8 +143,8 @@ class _Words:
     said: dict[str, str] = field(default_factory=dict)  # the entry that names each path
 
     def unfit(self, where: str, said: str, what: str, todo: str) -> None:
-        """Record a problem."""
-        self.rules[self.model].append(_Unfit(text=said, where=where, what=what, todo=todo))
+        """Record what is wrong with an entry, to be reported with all that is wrong with the policy."""
+        self.rules[self.model].append(Word(text=said, planned=lambda scope: scope.problem(what, todo, where)))
 
     def take(self, key: str, value: object) -> None:
         """Take one value for the modules, or parameters, that a key names."""

@@ -8,7 +8,7 @@
 All names are relative to the module that the rule is listed under; ``""`` is that module itself. A module that is too
 small to give every rank a part is replicated instead; everything else that cannot be split is reported when the plan is
 compiled.
-A new word is a constructor with its `shardcore.policy.Rule`, both in one module of this folder.
+A new word is a constructor in a module of this folder, which returns a `shardcore.policy.Word`.
 """
 
 from __future__ import annotations

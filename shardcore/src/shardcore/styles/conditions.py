@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import nn
-from typing_extensions import override
 
-from shardcore.policy import Rule, Scope
+from shardcore.policy import Rule, Scope, Word
 from shardcore.styles._finding import number_of, written
 
 
@@ -21,8 +19,13 @@ def when_divisible(size: str, rule: Rule, *, otherwise: Rule) -> Rule:
         rule: the rule for modules where it divides.
         otherwise: the rule for the others, such as `replicate`.
     """
-    text = f"when_divisible({size!r}, {rule}, otherwise={otherwise})"
-    return WhenDivisibleRule(text=text, size=size, rule=rule, otherwise=otherwise)
+
+    def plan(scope: Scope) -> None:
+        count = number_of(scope, size)
+        if count is not None:
+            (otherwise if count % scope.ranks else rule).plan(scope)
+
+    return Word(text=f"when_divisible({size!r}, {rule}, otherwise={otherwise})", planned=plan)
 
 
 def refuse(
@@ -38,7 +41,12 @@ def refuse(
         why: what it is, and why it cannot be split.
         todo: what to do instead.
     """
-    return RefuseRule(text=written("refuse", getattr(when, "__name__", "when")), when=when, why=why, todo=todo)
+
+    def plan(scope: Scope) -> None:
+        if when(scope.module):
+            scope.refuse(why, todo)
+
+    return Word(text=written("refuse", getattr(when, "__name__", "when")), planned=plan)
 
 
 def layer_drop(name: str) -> Rule:
@@ -50,52 +58,16 @@ def layer_drop(name: str) -> Rule:
     Args:
         name: the attribute with the probability.
     """
-    return LayerDropRule(text=written("layer_drop", name), name=name)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WhenDivisibleRule(Rule):
-    """`shardcore.styles.when_divisible`."""
-
-    size: str
-    rule: Rule
-    otherwise: Rule
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        size = number_of(scope, self.size)
-        if size is not None:
-            (self.otherwise if size % scope.ranks else self.rule).plan(scope)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefuseRule(Rule):
-    """`shardcore.styles.refuse`."""
-
-    when: Callable[[nn.Module], bool]
-    why: str
-    todo: str
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        if self.when(scope.module):
-            scope.refuse(self.why, self.todo)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerDropRule(Rule):
-    """`shardcore.styles.layer_drop`."""
-
-    name: str
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        kind, rate = type(scope.module).__name__, getattr(scope.module, self.name, None)
+    def plan(scope: Scope) -> None:
+        kind, rate = type(scope.module).__name__, getattr(scope.module, name, None)
         if not isinstance(rate, int | float):
-            scope.problem(f"{kind} has no number {self.name!r}", "correct the name")
+            scope.problem(f"{kind} has no number {name!r}", "correct the name")
         elif rate and (scope.config.data_parallel_size or 1) > 1 and not scope.config.inference_only:
             scope.problem(
-                f"{kind}.{self.name} is {rate}: every data-parallel replica would leave out other blocks in training, "
+                f"{kind}.{name} is {rate}: every data-parallel replica would leave out other blocks in training, "
                 "while their collectives wait for the same block on all of them",
-                f"set {self.name} to 0, or use tensor parallelism alone",
+                f"set {name} to 0, or use tensor parallelism alone",
             )
+
+    return Word(text=written("layer_drop", name), planned=plan)

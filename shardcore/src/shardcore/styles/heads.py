@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
-from typing_extensions import override
 
 from shardcore.nn import Replicated, RowLinear
 from shardcore.nn.attention import Of, SplitAttention, output_options
 from shardcore.nn.linear.bias import BiasLinear
 from shardcore.nn.over_heads import NormOverHeads
 from shardcore.plan.steps.regions import SliceArgument
-from shardcore.policy import Rule, Scope
+from shardcore.policy import Rule, Scope, Word
 from shardcore.styles._finding import argument_of, heads_of, written
 from shardcore.styles.columns import Order, Role
 
@@ -29,33 +26,24 @@ def norm_over_heads(*names: str, rms: str, of: Role = "query", optional: bool = 
         of: what they normalize: ``"query"``, or ``"key"`` (or ``"value"``), of which there may be fewer heads.
         optional: they may be absent.
     """
-    text = written("norm_over_heads", *names, rms=rms, of=None if of == "query" else of)
-    return NormOverHeadsRule(text=text, optional=optional, names=names, rms=rms, of=of)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormOverHeadsRule(Rule):
-    """`shardcore.styles.norm_over_heads`."""
-
-    names: tuple[str, ...]
-    rms: str
-    of: Role
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        for name in self.names:
+    def plan(scope: Scope) -> None:
+        for name in names:
             module = scope.find(name)
             weight = None if module is None else module._parameters.get("weight")
             if module is None or (heads := scope.heads) is None:
                 continue
-            count = heads.query if self.of == "query" else heads.kv
+            count = heads.query if of == "query" else heads.kv
             if weight is not None and weight.numel() % count:
                 what = f"its {weight.numel()} features are not whole heads: the configuration counts {count}"
                 scope.problem(what, "check Heads(...) in the policy's checks, or of=", name)
                 scope.claim(name, "weight", None)
             else:
-                used = () if weight is None else Order((self.of,)).rows(weight.numel(), heads)
-                scope.swap(name, NormOverHeads, eps=self.rms, used=used)
+                used = () if weight is None else Order((of,)).rows(weight.numel(), heads)
+                scope.swap(name, NormOverHeads, eps=rms, used=used)
+
+    text = written("norm_over_heads", *names, rms=rms, of=None if of == "query" else of)
+    return Word(text=text, optional=optional, planned=plan)
 
 
 def bias_net(name: str, *, last: str, heads: str | None = None, optional: bool = False) -> Rule:
@@ -69,34 +57,24 @@ def bias_net(name: str, *, last: str, heads: str | None = None, optional: bool =
         heads: the attribute that counts the heads of this one module, in place of the policy's check.
         optional: it may be absent.
     """
-    text = written("bias_net", name, last=last, heads=heads)
-    return BiasNetRule(text=text, optional=optional, name=name, last=last, heads=heads)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BiasNetRule(Rule):
-    """`shardcore.styles.bias_net`."""
-
-    name: str
-    last: str
-    heads: str | None
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        network = scope.find(self.name)
-        end = f"{self.name}.{self.last}"
-        last = None if network is None else scope.find(end)
-        if network is None or last is None:
+    def plan(scope: Scope) -> None:
+        network = scope.find(name)
+        end = f"{name}.{last}"
+        linear = None if network is None else scope.find(end)
+        if network is None or linear is None:
             return
-        heads = heads_of(scope, self.heads)
-        count = 1 if heads is None else heads.query
-        if isinstance(last, nn.Linear) and heads is not None and (last.out_features % count or count % scope.ranks):
-            what = f"its {last.out_features} output features for {count} heads cannot be split over {scope.ranks} ranks"
+        counted = heads_of(scope, heads)
+        n = 1 if counted is None else counted.query
+        if isinstance(linear, nn.Linear) and counted is not None and (linear.out_features % n or n % scope.ranks):
+            what = f"its {linear.out_features} output features for {n} heads cannot be split over {scope.ranks} ranks"
             scope.problem(what, "correct last= or heads=, or use a tensor_parallel_size that divides the heads", end)
         scope.swap(end, BiasLinear)
         for below, module in network.named_modules():
-            if module is not last and any(p is not None for p in module._parameters.values()):
-                scope.swap(f"{self.name}.{below}" if below else self.name, Replicated, partial=True)
+            if module is not linear and any(p is not None for p in module._parameters.values()):
+                scope.swap(f"{name}.{below}" if below else name, Replicated, partial=True)
+
+    return Word(text=written("bias_net", name, last=last, heads=heads), optional=optional, planned=plan)
 
 
 def slice_arg(
@@ -116,49 +94,25 @@ def slice_arg(
         partial: what makes the tensor sums its gradient itself, because it is `partial`: nothing is sent here.
         optional: the module may be absent.
     """
-    text = written("slice_arg", module, name, dim, heads=heads, partial=partial or None)
-    return SliceArgRule(
-        text=text, optional=optional, module=module, name=name, dim=dim, heads=heads, partial_gradient=partial
-    )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SliceArgRule(Rule):
-    """`shardcore.styles.slice_arg`."""
-
-    module: str
-    name: str
-    dim: int
-    heads: str | None
-    partial_gradient: bool
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        module = scope.find(self.module)
-        if module is None:
+    def plan(scope: Scope) -> None:
+        found = scope.find(module)
+        if found is None:
             return
-        argument = argument_of(module, self.name)
+        argument = argument_of(found, name)
         if argument is None:
-            scope.problem(f"{type(module).__name__}.forward has no argument {self.name!r}", "correct it", self.module)
-        heads = heads_of(scope, self.heads)
-        if argument is None or heads is None:
+            scope.problem(f"{type(found).__name__}.forward has no argument {name!r}", "correct it", module)
+        counted = heads_of(scope, heads)
+        if argument is None or counted is None:
             return
-        if (count := heads.query) % scope.ranks != 0:
-            scope.problem(
-                f"{count} heads ({self.heads or 'of the policy'}) cannot be split over {scope.ranks} ranks",
-                f"use a tensor_parallel_size that divides {count}",
-                self.module,
-            )
+        if (n := counted.query) % scope.ranks:
+            what = f"{n} heads ({heads or 'of the policy'}) cannot be split over {scope.ranks} ranks"
+            scope.problem(what, f"use a tensor_parallel_size that divides {n}", module)
             return
-        scope.add(
-            SliceArgument(
-                path=scope.name(self.module),
-                argument=argument,
-                dim=self.dim,
-                heads=count,
-                partial=self.partial_gradient,
-            )
-        )
+        scope.add(SliceArgument(path=scope.name(module), argument=argument, dim=dim, heads=n, partial=partial))
+
+    text = written("slice_arg", module, name, dim, heads=heads, partial=partial or None)
+    return Word(text=text, optional=optional, planned=plan)
 
 
 def attention(name: str, *, of: Of = "any", optional: bool = False) -> Rule:
@@ -174,29 +128,19 @@ def attention(name: str, *, of: Of = "any", optional: bool = False) -> Rule:
             where tokens are split.
         optional: it may be absent.
     """
-    text = written("attention", name, of=None if of == "any" else of)
-    return AttentionRule(text=text, optional=optional, name=name, of=of)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRule(Rule):
-    """`shardcore.styles.attention`."""
-
-    name: str
-    of: Of
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        module = scope.find(self.name)
+    def plan(scope: Scope) -> None:
+        module = scope.find(name)
         if module is None:
             return
-        scope.swap(self.name, SplitAttention, of=self.of, entered=self._entered(scope))
-        out = ".".join(filter(None, (self.name, "out_proj")))
+        entered = of == "memory" and any(isinstance(m, nn.TransformerDecoder) for _, m in scope.above())
+        scope.swap(name, SplitAttention, of=of, entered=entered)
+        out = ".".join(filter(None, (name, "out_proj")))
         if not isinstance(module, nn.MultiheadAttention) or module.num_heads < scope.ranks:
             for parameter in module.get_submodule("out_proj")._parameters if hasattr(module, "out_proj") else ():
                 scope.claim(out, parameter, None)  # said already: not "covered by no rule" too
             return
         scope.swap(out, RowLinear, **output_options(module, scope.ranks))
 
-    def _entered(self, scope: Scope) -> bool:
-        return self.of == "memory" and any(isinstance(m, nn.TransformerDecoder) for _, m in scope.above())
+    text = written("attention", name, of=None if of == "any" else of)
+    return Word(text=text, optional=optional, planned=plan)

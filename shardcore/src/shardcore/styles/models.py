@@ -22,7 +22,7 @@ from shardcore.plan.steps.outputs import (
 )
 from shardcore.plan.steps.regions import EnterRegion
 from shardcore.plan.steps.tokens import DivideLogits
-from shardcore.policy import Policy, Rule, Scope
+from shardcore.policy import Policy, Rule, Scope, Word
 from shardcore.styles._finding import argument_of, heads_of, is_parameter, names_of, written
 
 
@@ -48,11 +48,31 @@ def outputs(
     """
     captured = {"attentions": attentions, "cross_attentions": cross_attentions}
     by_heads = tuple(name for name, what in captured.items() if what == "heads")
+
+    def plan(scope: Scope) -> None:
+        splits_tokens = scope.config.enable_sequence_parallelism and hidden_states == "sequence"
+        by_tokens = ("hidden_states",) if splits_tokens else ()
+        if not by_heads and not by_tokens:
+            return
+        if "forward" in vars(scope.module):
+            scope.problem(
+                f"this {type(scope.module).__name__} has a forward of its own on the instance, which would be called "
+                "instead of the one that gathers outputs",
+                "set it on a subclass, or after shard()",
+            )
+            return
+        dims: tuple[tuple[str, int, int | tuple[int, ...]], ...] = ()
+        if by_heads:
+            counted = heads_of(scope, heads)
+            if counted is None:
+                return
+            parts = tuple(counted.at(rank).local_query for rank in range(scope.ranks))
+            size: int | tuple[int, ...] = counted.query if len(set(parts)) == 1 else parts
+            dims = tuple((name, 1, size) for name in by_heads)
+        scope.add(GatherOutputs(path=scope.name(""), dims=dims, by_tokens=by_tokens, places=names_of(places)))
+
     text = written("outputs", **captured, hidden_states=hidden_states, places=places or None, heads=heads)
-    by_tokens = ("hidden_states",) if hidden_states == "sequence" else ()
-    return OutputsRule(
-        text=text, optional=optional, by_heads=by_heads, by_tokens=by_tokens, places=names_of(places), heads=heads
-    )
+    return Word(text=text, optional=optional, planned=plan)
 
 
 def stage_attentions(heads: str) -> Rule:
@@ -63,7 +83,15 @@ def stage_attentions(heads: str) -> Rule:
     Args:
         heads: the attribute of a layer (``blocks[0]`` of a stage) that counts its heads.
     """
-    return StageAttentionsRule(text=written("stage_attentions", heads), heads=heads)
+
+    def plan(scope: Scope) -> None:
+        stages: Any = getattr(scope.module, "layers", (scope.module,))
+        counts = [operator.attrgetter(heads)(stage.blocks[0]) for stage in stages]
+        sizes = tuple(0 if count % scope.ranks else count for count in counts)
+        if any(sizes):
+            scope.add(GatherStageAttentions(path=scope.name(""), sizes=sizes))
+
+    return Word(text=written("stage_attentions", heads), planned=plan)
 
 
 def loss(
@@ -79,75 +107,18 @@ def loss(
         labels: the arguments with labels; without the first of them the model runs as it is.
         logits: the outputs that ``fn`` is given.
     """
-    text = written("loss", labels=labels, logits=logits)
-    return LossRule(text=text, function=fn, labels=names_of(labels), logits=names_of(logits))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputsRule(Rule):
-    """`shardcore.styles.outputs`."""
-
-    by_heads: tuple[str, ...]
-    by_tokens: tuple[str, ...] = ()
-    places: tuple[str, ...] = ()
-    heads: str | None = None
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        by_tokens = self.by_tokens if scope.config.enable_sequence_parallelism else ()
-        if not self.by_heads and not by_tokens:
-            return
-        if "forward" in vars(scope.module):
-            scope.problem(
-                f"this {type(scope.module).__name__} has a forward of its own on the instance, which would be called "
-                "instead of the one that gathers outputs",
-                "set it on a subclass, or after shard()",
-            )
-            return
-        dims: tuple[tuple[str, int, int | tuple[int, ...]], ...] = ()
-        if self.by_heads:
-            heads = heads_of(scope, self.heads)
-            if heads is None:
-                return
-            parts = tuple(heads.at(rank).local_query for rank in range(scope.ranks))
-            size: int | tuple[int, ...] = heads.query if len(set(parts)) == 1 else parts
-            dims = tuple((name, 1, size) for name in self.by_heads)
-        scope.add(GatherOutputs(path=scope.name(""), dims=dims, by_tokens=by_tokens, places=self.places))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageAttentionsRule(Rule):
-    """`shardcore.styles.stage_attentions`."""
-
-    heads: str
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        stages: Any = getattr(scope.module, "layers", (scope.module,))
-        counts = [operator.attrgetter(self.heads)(stage.blocks[0]) for stage in stages]
-        sizes = tuple(0 if count % scope.ranks else count for count in counts)
-        if any(sizes):
-            scope.add(GatherStageAttentions(path=scope.name(""), sizes=sizes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossRule(Rule):
-    """`shardcore.styles.loss`."""
-
-    function: Callable[..., Any]
-    labels: tuple[str, ...]
-    logits: tuple[str, ...]
-
-    @override
-    def plan(self, scope: Scope) -> None:
+    def plan(scope: Scope) -> None:
         taken = []
-        for name in self.labels:
+        for name in names_of(labels):
             argument = argument_of(scope.module, name)
             if argument is None:
                 scope.problem(f"{type(scope.module).__name__}.forward has no argument {name!r}", "correct labels=")
                 return
             taken.append(argument)
-        scope.add(TakeLoss(path=scope.name(""), function=self.function, labels=tuple(taken), logits=self.logits))
+        scope.add(TakeLoss(path=scope.name(""), function=fn, labels=tuple(taken), logits=names_of(logits)))
+
+    return Word(text=written("loss", labels=labels, logits=logits), planned=plan)
 
 
 def head(*names: str, bias: str | None = None, optional: bool = False) -> Rule:
@@ -159,19 +130,9 @@ def head(*names: str, bias: str | None = None, optional: bool = False) -> Rule:
             decoder: it is split as the bias is.
         optional: they may be absent.
     """
-    return HeadRule(text=written("head", *names, bias=bias), optional=optional, names=names, bias=bias)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRule(Rule):
-    """`shardcore.styles.head`."""
-
-    names: tuple[str, ...]
-    bias: str | None = None
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        for name in self.names:
+    def plan(scope: Scope) -> None:
+        for name in names:
             module = scope.find(name)
             if not isinstance(module, nn.Linear):
                 if module is not None and scope.swap(name, ColumnLinear).plan_kind_problem(module) is None:
@@ -180,8 +141,8 @@ class HeadRule(Rule):
                     )
                     scope.problem(what, "replicate it", name)
                 continue
-            if self.bias is not None:
-                self._plan_bias(scope, self.bias, module)
+            if bias is not None:
+                _plan_bias(scope, bias, module)
             if last_rank_is_empty(module.out_features, scope.ranks):
                 scope.swap(name, Replicated)
             elif scope.config.inference_only:
@@ -192,29 +153,32 @@ class HeadRule(Rule):
                 path = scope.name(name)
                 scope.add(EnterRegion(path=path, argument=("input", 0), members=(path,), row=None, block=path))
                 if scope.config.parallel_output:
-                    self._split(scope, path)
+                    _keep_split(scope, path)
                 if (scope.config.context_parallel_size or 1) > 1:
                     scope.add(DivideLogits(path=path))
 
-    def _split(self, scope: Scope, head: str) -> None:
-        """Keep the logits split in calls of the model that takes labels, which may be above the head's owner."""
-        for path, module in scope.above():
-            if labels := argument_of(module, "labels"):
-                scope.add(
-                    KeepLogitsSharded(path=path, labels=labels, heads=(head,), chunk=scope.config.loss_chunk_size)
-                )
-                return
-        what = "parallel_output=True, but no module that holds the head takes labels"
-        scope.problem(what, "say parallel_output=False", head.removeprefix(f"{scope.name('')}."))
+    return Word(text=written("head", *names, bias=bias), optional=optional, planned=plan)
 
-    def _plan_bias(self, scope: Scope, name: str, module: nn.Linear) -> None:
-        """Give the bare parameter the layout of the bias of ``module``: mostly both are one object."""
-        owner, _, parameter = name.rpartition(".")
-        if not is_parameter(scope.module, owner, parameter):
-            scope.problem(f"{type(scope.module).__name__} has no parameter {name!r}", "correct bias=")
+
+def _keep_split(scope: Scope, head: str) -> None:
+    """Keep the logits split in calls of the model that takes labels, which may be above the head's owner."""
+    for path, module in scope.above():
+        if labels := argument_of(module, "labels"):
+            chunk = scope.config.loss_chunk_size
+            scope.add(KeepLogitsSharded(path=path, labels=labels, heads=(head,), chunk=chunk))
             return
-        small = last_rank_is_empty(module.out_features, scope.ranks)
-        scope.claim(owner, parameter, ReplicatedLayout() if small else ShardedLayout(0))
+    what = "parallel_output=True, but no module that holds the head takes labels"
+    scope.problem(what, "say parallel_output=False", head.removeprefix(f"{scope.name('')}."))
+
+
+def _plan_bias(scope: Scope, name: str, module: nn.Linear) -> None:
+    """Give the bare parameter the layout of the bias of ``module``: mostly both are one object."""
+    owner, _, parameter = name.rpartition(".")
+    if not is_parameter(scope.module, owner, parameter):
+        scope.problem(f"{type(scope.module).__name__} has no parameter {name!r}", "correct bias=")
+        return
+    small = last_rank_is_empty(module.out_features, scope.ranks)
+    scope.claim(owner, parameter, ReplicatedLayout() if small else ShardedLayout(0))
 
 
 def calls(*methods: str) -> Rule:
@@ -224,27 +188,20 @@ def calls(*methods: str) -> Rule:
     runs, everything is as in a forward: the model's random stream is in use, the module's own replicated parameters are
     local tensors, and FSDP2 has gathered them.
     """
-    return CallsRule(text=written("calls", *methods), methods=methods)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallsRule(Rule):
-    """`shardcore.styles.calls`."""
-
-    methods: tuple[str, ...]
-
-    @override
-    def plan(self, scope: Scope) -> None:
+    def plan(scope: Scope) -> None:
         kind = type(scope.module)
-        missing = [name for name in self.methods if not inspect.isfunction(getattr(kind, name, None))]
-        own = [name for name in self.methods if name in vars(scope.module)]
+        missing = [name for name in methods if not inspect.isfunction(getattr(kind, name, None))]
+        own = [name for name in methods if name in vars(scope.module)]
         if missing:
             scope.problem(f"{kind.__name__} has no method {', '.join(missing)}", "correct the names")
         elif own:
             what = f"this {kind.__name__} has {', '.join(own)} on the instance, which would be called in its place"
             scope.problem(what, "set it on a subclass, or after shard()")
         else:
-            scope.add(CallByMethods(path=scope.name(""), methods=self.methods))
+            scope.add(CallByMethods(path=scope.name(""), methods=methods))
+
+    return Word(text=written("calls", *methods), planned=plan)
 
 
 def delegate(name: str, *, policy: Policy | type[Policy] | None = None, optional: bool = False) -> Rule:

@@ -17,7 +17,7 @@ from shardcore.nn.linear.inside import InnerRowLinear
 from shardcore.plan.steps.base import Step
 from shardcore.plan.steps.modules import ByRank, SetAttribute
 from shardcore.plan.steps.regions import EnterArgument, EnterRegion
-from shardcore.policy import HeadCounts, Heads, Rule, Scope
+from shardcore.policy import HeadCounts, Heads, Rule, Scope, Word
 from shardcore.styles._finding import argument_of, heads_of, is_in, is_parameter, names_of, submodule, written
 from shardcore.styles.columns import Column, Fused, FusedHeads, RegionSizes, row_target
 
@@ -100,7 +100,18 @@ def enter_arg(module: str, name: str, *, optional: bool = False) -> Rule:
         name: the argument of that ``forward``; where it is None, or needs no gradient, nothing is done.
         optional: the module may be absent.
     """
-    return EnterArgRule(text=written("enter_arg", module, name), optional=optional, module=module, name=name)
+
+    def plan(scope: Scope) -> None:
+        found = scope.find(module)
+        if found is None or _needs_no_entry(scope):
+            return
+        argument = argument_of(found, name)
+        if argument is None:
+            scope.problem(f"{type(found).__name__}.forward has no argument {name!r}", "correct it", module)
+        else:
+            scope.add(EnterArgument(path=scope.name(module), argument=argument))
+
+    return Word(text=written("enter_arg", module, name), optional=optional, planned=plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,25 +317,6 @@ class RegionRule(Rule):
                 scope.problem(f"after={name!r} is not inside of {where!r}, where the region is entered", todo)
             elif own:
                 scope.problem(f"after={name!r} is or holds {own[0]!r} of the region itself", todo)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnterArgRule(Rule):
-    """`shardcore.styles.enter_arg`."""
-
-    module: str
-    name: str
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        module = scope.find(self.module)
-        if module is None or _needs_no_entry(scope):
-            return
-        argument = argument_of(module, self.name)
-        if argument is None:
-            scope.problem(f"{type(module).__name__}.forward has no argument {self.name!r}", "correct it", self.module)
-        else:
-            scope.add(EnterArgument(path=scope.name(self.module), argument=argument))
 
 
 def _product(module: nn.Module) -> Product | str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from typing_extensions import override
 
-from shardcore.nn.arguments import Argument
 from shardcore.plan.steps.tokens import DivideTokens, ShardSequence
-from shardcore.policy import Rule, Scope
-from shardcore.styles._finding import argument_of, written
+from shardcore.policy import Rule, Scope, Word
+from shardcore.styles._finding import argument_of, names_of, written
 
 
 def sequence(
@@ -34,82 +31,67 @@ def sequence(
             over the ranks of ``cp``; without it that is refused.
         optional: the modules may be absent.
     """
-    named: dict[str, Any] = {"scatter": scatter, "gather": gather, "stack": stack}
-    if attention:
-        named["attention"] = (attention,) if isinstance(attention, str) else attention
-    return SequenceRule(text=written("sequence", **named), optional=optional, **named)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceRule(Rule):
-    """`shardcore.styles.sequence`."""
-
-    scatter: str
-    gather: str
-    stack: str = ""
-    attention: tuple[str, ...] = ()
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        owner, _ = _list_and_index(self.scatter)
-        scatter, gather = (_from_the_front(scope, name) for name in (self.scatter, self.gather))
-        blocks, first, last = scope.find(owner), scope.find(scatter), scope.find(gather)
+    def plan(scope: Scope) -> None:
+        owner, _ = _list_and_index(scatter)
+        start, end = (_from_the_front(scope, name) for name in (scatter, gather))
+        blocks, first, last = scope.find(owner), scope.find(start), scope.find(end)
         if blocks is None or first is None or last is None:
             return
         if not owner or not isinstance(blocks, nn.ModuleList | nn.Sequential):
-            what = f"{self.scatter!r} names no block of a list, but a child of a {type(blocks).__name__}"
-            scope.problem(what, "name the first block: scatter='layers[0]'", scatter)
+            what = f"{scatter!r} names no block of a list, but a child of a {type(blocks).__name__}"
+            scope.problem(what, "name the first block: scatter='layers[0]'", start)
             return
         argument = argument_of(first, None)
-        if self.stack and scope.find(self.stack) is None:
+        if stack and scope.find(stack) is None:
             return
         if argument is None:
-            scope.problem(f"{type(first).__name__}.forward names no argument", "name another block", scatter)
+            scope.problem(f"{type(first).__name__}.forward names no argument", "name another block", start)
             return
-        names = tuple(scope.name(f"{owner}.{child}") for child, _ in blocks.named_children())
-        if (scope.config.context_parallel_size or 1) > 1 and self.attention:
-            inside = [f"{owner}.{child}.{name}" for child, _ in blocks.named_children() for name in self.attention]
+        children = [f"{owner}.{child}" for child, _ in blocks.named_children()]
+        where: dict[str, Any] = {
+            "path": scope.name(stack),
+            "blocks": tuple(map(scope.name, children)),
+            "argument": argument,
+            "end": scope.name(end),
+        }
+        if (scope.config.context_parallel_size or 1) > 1 and attention:
+            inside = [f"{child}.{name}" for child in children for name in names_of(attention)]
             missing = [name for name in inside if scope.find(name) is None]  # each of which is a problem of the plan
             if not missing:
-                self._divide(scope, names, argument, scope.name(gather), [scope.name(name) for name in inside])
+                _divide(scope, where, tuple(map(scope.name, inside)))
         if scope.config.enable_sequence_parallelism:
-            scope.add(
-                ShardSequence(
-                    path=scope.name(self.stack),
-                    blocks=names,
-                    argument=argument,
-                    end=scope.name(gather),
-                )
-            )
+            scope.add(ShardSequence(**where))
 
-    def _divide(
-        self, scope: Scope, blocks: tuple[str, ...], argument: Argument, end: str, attentions: list[str]
-    ) -> None:
-        config = scope.config
-        ranks, heads = config.context_parallel_size or 1, scope.heads
-        if heads is None:
-            return
-        most = heads.query // scope.ranks  # the least that a rank has
-        exchanging = {
-            "ring_attn": 1,
-            "all_to_all": ranks,
-            "auto": max(n for n in range(1, ranks + 1) if ranks % n == 0 and n <= max(1, most)),
-        }[config.context_parallel_mode]
-        if exchanging > most:
-            what = f"{most} heads of a rank cannot be shared by context_parallel_size {ranks}: each needs one"
-            scope.problem(what, "say context_parallel_mode='auto' or 'ring_attn', or take fewer ranks")
-        scope.add(
-            DivideTokens(
-                path=scope.name(self.stack),
-                blocks=blocks,
-                argument=argument,
-                end=end,
-                attentions=tuple(attentions),
-                exchanging=exchanging,
-                rings=ranks // exchanging,
-                keeps=config.parallel_output,
-            )
+    named = {"attention": names_of(attention)} if attention else {}
+    text = written("sequence", scatter=scatter, gather=gather, stack=stack, **named)
+    return Word(text=text, optional=optional, planned=plan)
+
+
+def _divide(scope: Scope, where: dict[str, Any], attentions: tuple[str, ...]) -> None:
+    """Divide the tokens over the ranks of ``cp``, ``where`` those of ``tp`` would split them."""
+    config = scope.config
+    ranks, heads = config.context_parallel_size or 1, scope.heads
+    if heads is None:
+        return
+    most = heads.query // scope.ranks  # the least that a rank has
+    exchanging = {
+        "ring_attn": 1,
+        "all_to_all": ranks,
+        "auto": max(n for n in range(1, ranks + 1) if ranks % n == 0 and n <= max(1, most)),
+    }[config.context_parallel_mode]
+    if exchanging > most:
+        what = f"{most} heads of a rank cannot be shared by context_parallel_size {ranks}: each needs one"
+        scope.problem(what, "say context_parallel_mode='auto' or 'ring_attn', or take fewer ranks")
+    scope.add(
+        DivideTokens(
+            **where,
+            attentions=attentions,
+            exchanging=exchanging,
+            rings=ranks // exchanging,
+            keeps=config.parallel_output,
         )
+    )
 
 
 def _list_and_index(name: str) -> tuple[str, int | None]:
