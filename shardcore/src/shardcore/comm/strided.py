@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 # The public placements cannot say "every segment is split".
-from shardcore._private import FUSED, complaint, missing
+from shardcore._private import FUSED, complaint, missing, require
 from shardcore._torch import StridedShard
 from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import Block, Runs, laid_out, own_blocks, part_of, segment_runs, several_runs, split_dim
@@ -57,8 +57,7 @@ def install() -> None:
     """
     if hasattr(DTensor, _INSTALLED):
         return
-    if lack := torch_lacks():
-        raise NotSupportedError(lack)
+    require(FUSED)
     setattr(DTensor, _INSTALLED, True)
     _patch_checkpoint()
     _patch_broadcast()

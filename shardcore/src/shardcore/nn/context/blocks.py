@@ -54,31 +54,19 @@ class Block(NamedTuple):
     keys: Span
     mask: TokenMask
 
-    @property
-    def diagonal(self) -> bool:
-        """Whether it is causal, and nothing else, within itself."""
-        return self.mask.kind == "causal" and self.queries == self.keys
+    def seen(self, like: Tensor) -> tuple[bool, Tensor | None]:
+        """Return whether it is causal within itself, and what is added to its scores besides, in the dtype of ``like``.
 
-    def seen(self, device: torch.device) -> Tensor | None:
-        """Return what is to be applied beside `diagonal`, as `TokenMask.block`; None where all keys are seen."""
-        kind = self.mask.kind
-        if kind == "full" or self.diagonal or (kind == "causal" and self.keys[1] <= self.queries[0] + 1):
-            return None
-        queries, keys = (torch.arange(*span, device=device) for span in (self.queries, self.keys))
-        return self.mask.block(queries, keys)
-
-
-def _added(seen: Tensor | None, like: Tensor) -> Tensor | None:
-    if seen is None:
-        return None
-    if seen.dtype == torch.bool:
-        return torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, float("-inf"))
-    return seen.to(like.dtype)
-
-
-def _blind(added: Tensor | None) -> Tensor | None:
-    """Return which queries see nothing of a block, (B, H or 1, Lq)."""
-    return None if added is None else added.isneginf().all(-1)
+        The latter is None where nothing is.
+        """
+        causal = self.mask.kind == "causal"
+        diagonal = causal and self.queries == self.keys
+        if self.mask.kind == "full" or diagonal or (causal and self.keys[1] <= self.queries[0] + 1):
+            return diagonal, None
+        seen = self.mask.block(*(torch.arange(*span, device=like.device) for span in (self.queries, self.keys)))
+        if seen.dtype == torch.bool:
+            seen = torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, float("-inf"))
+        return diagonal, seen.to(like.dtype)
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
@@ -96,15 +84,15 @@ def _by_cpu_kernel(q: Tensor, v: Tensor) -> bool:
 def attend_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
     """Return the output and the logsumexp of a block; 0 and -inf where a query sees nothing of it."""
     k, v = (_repeated(x, q.size(1)) for x in (k, v))
-    added = _added(block.seen(q.device), q)
+    diagonal, added = block.seen(q)
     if _by_cpu_kernel(q, v):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = kernel(q, k, v, 0.0, block.diagonal, attn_mask=added, scale=scale)
+        out, lse = kernel(q, k, v, 0.0, diagonal, attn_mask=added, scale=scale)
     else:
-        out, lse = _attend(q, k, v, added, scale, diagonal=block.diagonal)
-    blind = _blind(added)
-    if blind is None:
+        out, lse = _attend(q, k, v, added, scale, diagonal=diagonal)
+    if added is None:
         return out, lse
+    blind = added.isneginf().all(-1)  # queries that see nothing of the block, (B, H or 1, Lq)
     return out.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, float("-inf"))
 
 
@@ -125,12 +113,12 @@ def attend_block_backward(
     """
     heads = k.size(1)
     k, v = (_repeated(x, q.size(1)) for x in (k, v))
-    added = _added(block.seen(q.device), q)
+    diagonal, added = block.seen(q)
     if _by_cpu_kernel(q, v):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = kernel(grad, q, k, v, out, lse, 0.0, block.diagonal, attn_mask=added, scale=scale)
+        dq, dk, dv = kernel(grad, q, k, v, out, lse, 0.0, diagonal, attn_mask=added, scale=scale)
     else:
-        dq, dk, dv = _attend_backward(grad, q, k, v, out, lse, added, scale, diagonal=block.diagonal)
+        dq, dk, dv = _attend_backward(grad, q, k, v, out, lse, added, scale, diagonal=diagonal)
     return dq, _summed(dk, heads), _summed(dv, heads)
 
 
