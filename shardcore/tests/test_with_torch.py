@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardcore
 from shardcore.apply import call_checks
+from shardcore.comm.dtensor_params import splits_on_tp
 from shardcore.errors import NotSupportedError, PlanError, ShardcoreWarning, WrapError
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
@@ -83,6 +84,25 @@ def called_with_others(models):
         grads = torch.autograd.grad(value, list(given.values()))
         found.append(torch.cat([value[None].detach(), *(whole(grad).reshape(-1) for grad in grads)]))
     assert_close(*found, "functional_call")
+
+
+def called_with_one_whole(models):
+    """A whole tensor in the place of one parameter, all others the model's own: right, or refused."""
+    reference, model = models
+    refused = {}
+    for name, own in reference.named_parameters():
+        found = []
+        try:
+            for each in models:
+                given = (2 * own).detach().requires_grad_()
+                value = torch.func.functional_call(each, {name: given}, (batch(),), {"labels": batch()})
+                (grad,) = torch.autograd.grad(value, given)
+                found.append(torch.cat([value[None].detach(), grad.reshape(-1)]))
+            assert_close(*found, f"functional_call with {name}")
+        except WrapError as error:
+            refused[name] = str(error)
+    assert all("functional_call with whole tensors" in said for said in refused.values())
+    assert refused.keys() == {name for name, parameter in model.named_parameters() if splits_on_tp(parameter)}
 
 
 class Half(nn.Module):
@@ -272,6 +292,7 @@ def normed(models):
 WAYS = [
     averaged,
     called_with_others,
+    called_with_one_whole,
     parametrized,
     normed,
     steered,

@@ -15,7 +15,7 @@ from needs import FUSED
 from torch import Tensor, nn
 
 import shardcore
-from shardcore.errors import NotSupportedError, PlanError
+from shardcore.errors import NotSupportedError, PlanError, WrapError
 from shardcore.nn.attention import SplitAttention
 from shardcore.policy import Policy
 from shardcore.styles import attention
@@ -286,6 +286,8 @@ def _refused() -> None:
         model(x, x, x, key_padding_mask=torch.zeros(5))
     with pytest.raises(RuntimeError, match=r"bool or floating, not torch\.int64"):
         model(x, x, x, key_padding_mask=torch.zeros(B, L, dtype=torch.int64))
+    with pytest.raises(WrapError, match="functional_call with whole tensors"):
+        torch.func.functional_call(model, {"in_proj_weight": module.in_proj_weight}, (x, x, x))
     nested = torch.nested.nested_tensor(list(x), layout=torch.jagged)
     with pytest.raises(NotSupportedError, match="nested tensors are not split over ranks"):
         model(nested, nested, nested)

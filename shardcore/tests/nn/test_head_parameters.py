@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcore
 from shardcore import Policy
+from shardcore.errors import WrapError
 from shardcore.styles import by_heads, norm, partial, region, replicate, sequence, vocab
 from shardcore_testing.parity import assert_close, assert_same_gradients
 
@@ -94,6 +95,19 @@ def test_every_gradient_is_that_of_the_unsharded_model(pool, fields):
 
 def test_channels_are_cut_as_columns_are(pool):
     pool.run(parity, 3, {}, world=3)
+
+
+def replaced():
+    native = mixers()
+    sharded = shardcore.shard(copy.deepcopy(native), policy=MixerPolicy, tp=2)
+    for name in ("decay", "gain", "shift.weight"):
+        given = {f"blocks.0.mixer.{name}": native.blocks[0].mixer.get_parameter(name)}
+        with pytest.raises(WrapError, match="functional_call with whole tensors"):
+            torch.func.functional_call(sharded, given, (torch.randn(2, 7, WIDTH, dtype=torch.float64),))
+
+
+def test_whole_tensors_in_their_place_are_refused(pool):
+    pool.run(replaced, world=2)
 
 
 def saved():

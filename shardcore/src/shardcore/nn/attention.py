@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from shardcore._torch import backward_task
 from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp
-from shardcore.comm.dtensor_params import read_local, read_partial
+from shardcore.comm.dtensor_params import expect_dtensor, read_local, read_partial
 from shardcore.comm.exchange import Exchange, exchange_rows
 from shardcore.comm.strided import Runs, install, torch_lacks
 from shardcore.errors import NotSupportedError
@@ -250,6 +250,8 @@ class SplitAttention(ParallelMixin):
         channel, own = self._shard_context.channel, self._parameters
         parameters = [p for name in (_PACKED, *_APART) if (p := own.get(name)) is not None]
         exchanges = self._exchanges
+        for parameter in parameters:
+            expect_dtensor(parameter)
         weights = read_local(*parameters) if exchanges is None else exchange_rows(channel, exchanges, parameters)
         whole = {name: p for name in _WHOLE if (p := own.get(name)) is not None}
         read = read_partial(channel, *whole.values(), deferred=self._shard_context.defers) if whole else ()

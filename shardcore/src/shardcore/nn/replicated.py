@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shardcore._torch import backward_task
-from shardcore.comm.dtensor_params import read_local, read_partial, splits_on_tp
+from shardcore.comm.dtensor_params import expect_dtensor, read_local, read_partial, splits_on_tp
 from shardcore.comm.strided import Runs
 from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin
@@ -221,6 +221,13 @@ class HeadParameters(Replicated):
     ) -> Mapping[str, Layout]:
         ndims = {name: parameter.ndim for name, parameter in _own(module._parameters).items()}
         return {name: ShardedLayout(dim % ndims[name]) for name in names or ndims}
+
+    @override
+    def _read(self, own: Mapping[str, Any], *, fresh: bool) -> dict[str, Any]:
+        for name, parameter in own.items():
+            if name in self._split and parameter is not None:
+                expect_dtensor(parameter)
+        return super()._read(own, fresh=fresh)
 
     @classmethod
     @override

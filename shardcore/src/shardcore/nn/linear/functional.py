@@ -99,11 +99,16 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, trans
     Args:
         x: this rank's input.
         weight: the DTensor parameter.
-        bias: a DTensor parameter or a local tensor whose size matches this rank's outputs.
+        bias: likewise; None if there is none.
         transposed: the weight is (in, out); else (out, in).
+
+    Raises:
+        WrapError: one of them is a plain tensor: somebody put it in the DTensor's place.
     """
     if not isinstance(weight, DTensor):
         expect_dtensor(weight)
+    if bias is not None and not isinstance(bias, DTensor):
+        expect_dtensor(bias)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return multiply(x, weight, bias, transposed=transposed)
     out: Tensor = _LocalLinear.apply(x, weight, bias, transposed)  # type: ignore[no-untyped-call]  # untyped in torch

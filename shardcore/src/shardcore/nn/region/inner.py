@@ -114,7 +114,8 @@ class SoleRegion(Region):
             return member.product(enter_region(x, context.channel, tokens, _WHERE))
         if tokens is not None and length is not None:
             tokens.expect(x, tokens.local, _WHERE)
-        expect_dtensor(member.weight)
+        for parameter in member.own_parameters:
+            expect_dtensor(parameter)
         out: Tensor = _EnteredLinear.apply(  # type: ignore[no-untyped-call]  # untyped in torch
             context, length, member.transposed, x, member.weight, member.bias
         )
@@ -122,6 +123,8 @@ class SoleRegion(Region):
 
     def enter(self, x: Tensor) -> Tensor:
         """Enter with ``x``, for a member that multiplies later and in parts."""
+        for parameter in self.members[0].own_parameters:
+            expect_dtensor(parameter)
         (_, kwargs) = self(self.members[0], (), {self._argument.name: x})
         entered: Tensor = kwargs[self._argument.name]
         return entered

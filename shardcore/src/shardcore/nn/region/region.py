@@ -90,6 +90,8 @@ class _Open:
                 parameters = member.reading.parameters
                 part = local_tensor(parameters[0]).detach()
                 added = None if bias is None else local_tensor(parameters[1]).detach()
+            elif bias is not None and added is None:
+                continue  # somebody put a plain tensor in its place, which the call refuses
             part = part.t() if member.transposed else part
             self.members[id(member)] = _Own(len(self.parameters), part, added, member.transposed)
             self.parameters += parameters
