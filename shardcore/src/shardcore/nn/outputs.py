@@ -35,7 +35,7 @@ class ReturnDict:
 
     @classmethod
     def of(cls, module: nn.Module) -> ReturnDict:
-        """Look it up in the signature of a module that is not swapped yet."""
+        """Look it up in the signature of a module."""
         names = list(inspect.signature(module.forward).parameters)
         return cls(names.index("return_dict") if "return_dict" in names else -1)
 
@@ -65,42 +65,29 @@ class OutputGatherer(ParallelMixin):
             they are uneven.
         by_tokens: outputs that are split along the sequence where the activations are.
         places: outputs that take a place in the native tuple even where they are None.
+        tokens: how the sequence of the module, or of one below it, is split; None if it never is.
     """
 
     keeps_name: ClassVar[bool] = True
-    option_names: ClassVar[frozenset[str]] = frozenset({"by_tokens", "dims", "places"})
+    kept_options: ClassVar[Mapping[str, str]] = {
+        "by_tokens": "_by_tokens",
+        "dims": "_dims",
+        "places": "_places",
+        "tokens": "_captured_tokens",
+    }
 
-    #: Set where the sequence of the module, or of one below it, is split.
-    _shard_sequence: SequenceShard | None
+    _captured_tokens: SequenceShard | None
     _dims: tuple[tuple[str, int, int | tuple[int, ...]], ...]
     _by_tokens: tuple[str, ...]
     _places: tuple[str, ...]
     _return_dict: ReturnDict
     _shard_context: ShardContext
 
-    @override
-    def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        self.__dict__["_shard_sequence"] = tokens
-
     @classmethod
     @override
-    def swap_class(
-        cls,
-        module: nn.Module,
-        context: ShardContext,
-        *,
-        dims: tuple[tuple[str, int, int | tuple[int, ...]], ...] = (),
-        by_tokens: tuple[str, ...] = (),
-        places: tuple[str, ...] = (),
-        **options: Any,
-    ) -> Self:
-        return_dict = ReturnDict.of(module)
-        new = super().swap_class(module, context)
-        new.__dict__["_shard_sequence"] = None
-        new._dims = dims
-        new._by_tokens = by_tokens
-        new._places = places
-        new._return_dict = return_dict
+    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
+        new = super().swap_class(module, context, **options)
+        new._return_dict = ReturnDict.of(new)
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,13 +101,14 @@ class OutputGatherer(ParallelMixin):
             args, kwargs = self._return_dict.named(args, kwargs)
         out = super().forward(*args, **kwargs)
         self._refuse_forgotten(out)
+        channel, tokens = self._shard_context.channel.exact, self._captured_tokens
         for name, dim, size in self._dims:
-            if captured := _captured(out, name):
-                out[name] = tuple(self._gathered(t, dim, size) for t in captured)
-        if self._shard_sequence is not None:
+            if captured := _named(out).get(name):  # each None where an attention implementation returns no weights
+                out[name] = tuple(None if t is None else gather_from_tp(t, channel, dim, size) for t in captured)
+        if tokens is not None:
             for name in self._by_tokens:
-                if captured := _captured(out, name):
-                    out[name] = tuple(None if t is None else self._shard_sequence.gather_captured(t) for t in captured)
+                if captured := _named(out).get(name):
+                    out[name] = tuple(None if t is None else tokens.gather_captured(t) for t in captured)
         return self._as_tuple(out) if as_tuple else out
 
     def _refuse_forgotten(self, out: Any) -> None:
@@ -142,10 +130,6 @@ class OutputGatherer(ParallelMixin):
             return tuple(out.to_tuple())
         values = {field.name: getattr(out, field.name) for field in fields(out)}
         return tuple(value for name, value in values.items() if value is not None or name in self._places)
-
-    def _gathered(self, captured: Tensor | None, dim: int, size: int | tuple[int, ...]) -> Tensor | None:
-        # None where an attention implementation returns no weights.
-        return None if captured is None else gather_from_tp(captured, self._shard_context.channel.exact, dim, size)
 
 
 class StageAttentions(ParallelMixin):
@@ -221,10 +205,6 @@ def _holds_tensors(value: Any) -> bool:
 
 #: What a stage returns before its attention weights: states, states before patches are merged, the size of the image.
 _OF_A_STAGE = 3
-
-
-def _captured(out: Any, name: str) -> Any:
-    return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
 
 
 def _named(out: Any) -> Mapping[str, Any]:

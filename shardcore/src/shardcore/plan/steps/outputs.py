@@ -75,11 +75,7 @@ class GatherOutputs(Step):
     def prepare(self, ctx: ApplyContext) -> Commit:
         module, tokens = ctx.model.get_submodule(self.path), ctx.tokens_below(self.path)
         options: dict[str, Any] = {"dims": self.dims, "by_tokens": self.by_tokens, "places": self.places}
-
-        def commit() -> None:
-            OutputGatherer.swap_class(module, ctx.shared, **options)._take_sequence(tokens)
-
-        return commit
+        return functools.partial(OutputGatherer.swap_class, module, ctx.shared, **options, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
