@@ -83,8 +83,8 @@ def _shared(original: nn.Module, context: ShardContext) -> dict[int, Any]:
 
 def _tokens(original: nn.Module) -> Iterator[SequenceShard]:
     for module in original.modules():
-        held = [module.__dict__.get(name) for name in ("_shard_sequence", "sequence")]
-        held.append(getattr(module.__dict__.get("sole_region"), "sequence", None))
+        own = module.__dict__
+        held = (own.get("_shard_sequence"), getattr(own.get("sole_region"), "sequence", None))
         yield from (tokens for tokens in held if isinstance(tokens, SequenceShard))
 
 

@@ -85,7 +85,7 @@ def forms_at(base: nn.Module, where: str) -> Forms:
     if isinstance(base, VocabEmbedding):
         return Forms(Form(Replicated), Form(Replicated), Form(Magnitude), shared=True)
     if type(base).__mro__[1:] and any(b is Replicated for b in mixins(base)):
-        tokens = base.__dict__["_shard_sequence"]
+        tokens = base.__dict__.get("_shard_sequence")
         options = {"partial": bool(base.__dict__["_summed"])}
         form = Form(Replicated, options, tokens)
         return Forms(form, form, Form(Magnitude, options, tokens), shared=tokens is None, tokens=tokens)
@@ -113,7 +113,7 @@ def scales_at(base: nn.Module, where: str, *, of_input: bool) -> Form:
         if of_input and base.parallel_input and base.exchange is None:
             return Form(HeadParameters, {"dim": 1})
         if not of_input:
-            return Form(Replicated, {}, base.sequence)
+            return Form(Replicated, {}, base._shard_sequence)
     elif any(mixin is Replicated for mixin in mixins(base)):
         return forms_at(base, where).first
     raise NotSupportedError(_no_scales(type(base), where, of_input=of_input))

@@ -35,7 +35,7 @@ from shardcore.nn.linear.parallel import RowLinear
 from shardcore.nn.masks import additive, of_keys, of_queries
 from shardcore.nn.mixin import native_class
 from shardcore.nn.region.flow import has_entered
-from shardcore.nn.sequence.shard import SequenceShard, enter_region
+from shardcore.nn.sequence.shard import enter_region
 
 #: What is attended to: the queries' own states, other states for keys and values alike, or any three tensors.
 Of = Literal["self", "memory", "any"]
@@ -101,8 +101,6 @@ class SplitAttention(ParallelMixin):
     _rows: Runs
     #: How this rank gets the rows of each weight; None if it holds them.
     _exchanges: tuple[Exchange, ...] | None
-    #: Set where the activations outside are split along the sequence.
-    _sequence: SequenceShard | None
     _shard_context: ShardContext
 
     @classmethod
@@ -169,10 +167,6 @@ class SplitAttention(ParallelMixin):
         RowLinear.from_native_module(new.get_submodule("out_proj"), context, **output_options(new, context.size))
         return new
 
-    @override
-    def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        self.__dict__["_sequence"] = tokens
-
     @classmethod
     @override
     def swap_class(
@@ -193,7 +187,6 @@ class SplitAttention(ParallelMixin):
             _heads=_heads_at(new, ranks, context.rank),
             _rows=_rows_at(new, ranks, context.rank, 3),
             _exchanges=exchanges,
-            _sequence=None,
         )
         return new
 
@@ -296,7 +289,7 @@ class SplitAttention(ParallelMixin):
 
     def _enter(self, x: Tensor) -> Tensor:
         """Enter with the states that the output is added to, or with this rank's tokens of them."""
-        return enter_region(x, self._shard_context.channel, self._sequence, type(self).__name__)
+        return enter_region(x, self._shard_context.channel, self._shard_sequence, type(self).__name__)
 
     def _beside(self, x: Tensor) -> Tensor:
         """Enter with states that all ranks have whole, unless they have entered above."""

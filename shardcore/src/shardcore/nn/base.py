@@ -148,11 +148,12 @@ class ParallelMixin(ParallelModule):
         """Yield what one forward and backward of the module send; ``site`` is its place in the plan."""
         return iter(())
 
-    def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        """Set how the activations of the module are split along the sequence; None if they never are.
+    #: How the activations that it sees, or those around it, are split along the sequence; None if they never are.
+    _shard_sequence: SequenceShard | None = None
 
-        Called once, after `swap_class`. Modules that compute the same either way ignore it.
-        """
+    def _take_sequence(self, tokens: SequenceShard | None) -> None:
+        """Set how activations are split along the sequence; called once, after `swap_class`."""
+        self.__dict__["_shard_sequence"] = tokens
 
     @classmethod
     def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:

@@ -19,7 +19,6 @@ from shardcore.nn.base import ParallelMixin
 from shardcore.nn.costs import Collective, Site, backward
 from shardcore.nn.layout import Layout, ReplicatedLayout, ShardedLayout
 from shardcore.nn.linear.members import Reading, take_rows
-from shardcore.nn.sequence.shard import SequenceShard
 
 
 class Replicated(ParallelMixin):
@@ -43,8 +42,6 @@ class Replicated(ParallelMixin):
     #: Whether a subclass gives each rank a part of the parameters, not all of them.
     holds_parts: ClassVar[bool] = False
 
-    #: Set where the activations that it sees are split along the sequence.
-    _shard_sequence: SequenceShard | None
     #: The parameters whose gradients are summed, wherever the module is called.
     _summed: frozenset[str]
     #: Those of which this rank has a part: their gradients are its own.
@@ -92,10 +89,6 @@ class Replicated(ParallelMixin):
         if (partial or site.split) and site.sums_at_once and not with_region:
             yield backward(site.path, "all_reduce", "its parameters' gradients")
 
-    @override
-    def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        self.__dict__["_shard_sequence"] = tokens
-
     @classmethod
     @override
     def swap_class(
@@ -112,7 +105,7 @@ class Replicated(ParallelMixin):
         state = new.__dict__
         if "_summed" not in state:  # else another rule has named other parameters
             # A lookup makes the gradient of its table, which may be large; so it is not copied.
-            state |= {"_summed": frozenset(), "_shard_sequence": None, "_native_class": native}
+            state |= {"_summed": frozenset(), "_native_class": native}
             state |= {"_shard_reading": None, "_used": options["used"][context.rank] if "used" in options else None}
             state["_fresh"] = native.forward is nn.Embedding.forward
             state["_split"] = frozenset(name for name in _own(new._parameters) if _is_split(new._parameters[name]))

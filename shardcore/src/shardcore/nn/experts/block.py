@@ -23,14 +23,13 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
 from shardcore.comm.collectives import packed
 from shardcore.comm.experts import share_gradient, touch_elsewhere
 from shardcore.mesh.context import ShardContext
 from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
-from shardcore.nn.sequence.shard import SequenceShard, enter_region, leave_region
+from shardcore.nn.sequence.shard import enter_region, leave_region
 
 
 class ExpertsBlock(ParallelMixin):
@@ -47,14 +46,8 @@ class ExpertsBlock(ParallelMixin):
     keeps_name: ClassVar[bool] = True
     kept_options: ClassVar[Mapping[str, str]] = {"argument": "_experts_argument"}
 
-    #: Set where the activations outside are split along the sequence.
-    _experts_sequence: SequenceShard | None = None
     _experts_argument: Argument
     _shard_context: ShardContext
-
-    @override
-    def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        self.__dict__["_experts_sequence"] = tokens
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward on all tokens, and sum what it returns."""
@@ -66,14 +59,14 @@ class ExpertsBlock(ParallelMixin):
         return (self._leave(out[0]), *others)
 
     def _enter(self, x: Tensor) -> Tensor:
-        x = enter_region(x, self._shard_context.channel, self._experts_sequence, type(self).__name__)
+        x = enter_region(x, self._shard_context.channel, self._shard_sequence, type(self).__name__)
         # Blocks view their tokens as (B * S, H), and cutting the padding off leaves gaps.
         return packed(x)
 
     def _leave(self, out: Tensor) -> Tensor:
-        if (tokens := self._experts_sequence) is not None and tokens.last is not None and out.ndim == 2:
+        if (tokens := self._shard_sequence) is not None and tokens.last is not None and out.ndim == 2:
             out = out.unflatten(0, (-1, tokens.last))  # a block may return its tokens as it multiplied them, (B * S, H)
-        return leave_region(out, self._shard_context.channel, self._experts_sequence, type(self).__name__)
+        return leave_region(out, self._shard_context.channel, self._shard_sequence, type(self).__name__)
 
 
 class RouterLogits(ParallelMixin):

@@ -27,7 +27,7 @@ from shardcore.nn.linear.functional import local_linear, multiply
 from shardcore.nn.linear.members import Member, ParallelLinear, read_together, shared_parameters
 from shardcore.nn.region.inner import SoleRegion
 from shardcore.nn.region.region import OPEN, MemberLinear, Region, require_entered
-from shardcore.nn.sequence.shard import SequenceShard, leave_region
+from shardcore.nn.sequence.shard import leave_region
 
 # Key under which column linears that enter by themselves fork the random stream, and row linears join it.
 _OWN_FORK = "linears"
@@ -258,8 +258,6 @@ class RowLinear(ParallelLinear):
     exchange: Exchange | None
     #: The region that this linear ends; None if it stands alone.
     region: Region | None
-    #: Set where the activations that it returns are split along the sequence.
-    sequence: SequenceShard | None
     _shard_context: ShardContext
 
     @classmethod
@@ -314,10 +312,6 @@ class RowLinear(ParallelLinear):
         if site.split and site.sums_at_once and site.layout("bias") is not None:
             yield backward(site.path, "all_reduce", "gradient of its bias")
 
-    @override
-    def _take_sequence(self, tokens: SequenceShard | None) -> None:
-        self.sequence = tokens
-
     @classmethod
     @override
     def swap_class(
@@ -332,7 +326,7 @@ class RowLinear(ParallelLinear):
         new = super().swap_class(module, context)
         new.parallel_input = parallel_input
         new.exchange = None if used is None else Exchange(used, new.in_features, context.rank, dim=1)
-        new.region = new.sequence = None
+        new.region = None
         return new
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the native argument name is part of the interface
@@ -347,7 +341,7 @@ class RowLinear(ParallelLinear):
 
     def finish(self, out: Tensor) -> Tensor:
         """Leave the region with this rank's summand (..., out), which `local` and others have added up."""
-        context, tokens = self._shard_context, self.sequence
+        context, tokens = self._shard_context, self._shard_sequence
         if self.region is not None:
             self.region.leave()
         elif not torch.compiler.is_compiling():
