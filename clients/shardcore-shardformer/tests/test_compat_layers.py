@@ -20,7 +20,7 @@ from shardcore_testing.parity import assert_close
 NOTHING = {
     "seq_parallel_mode": None, "seq_parallel_dim": 1, "overlap": False, "fp8_communication": False,
     "skip_bias_add": False, "stream_chunk_num": 1, "make_vocab_size_divisible_by": None, "split_sizes": None,
-    "use_zbv": True,
+    "use_zbv": True, "gather_output": False,
 }  # fmt: skip
 
 

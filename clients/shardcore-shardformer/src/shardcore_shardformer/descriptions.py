@@ -20,6 +20,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "seq_parallel_dim": (None, 1),
     "overlap": (None, False),
     "fp8_communication": (None, False),
+    "gather_output": (False,),
     "skip_bias_add": (None, False),
     "stream_chunk_num": (None, 1),
     "make_vocab_size_divisible_by": (None, 1),

@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from shardcore.comm.strided import install, segment_runs, torch_lacks
-from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
 from shardcore.nn.layout import Layout, ReplicatedLayout, SegmentedLayout, last_rank_is_empty
 from shardcore.nn.linear.members import ParallelLinear
@@ -36,16 +33,14 @@ class FusedColumnLinear(ColumnLinear):
         enters: False if activations enter elsewhere (the linear is a member of a region).
     """
 
-    option_names: ClassVar[frozenset[str]] = ColumnLinear.option_names | {"segments"}
+    option_names: ClassVar[frozenset[str]] = frozenset({"enters", "segments"})
 
     segments: int
 
     @classmethod
     @override
-    def problem(
-        cls, module: nn.Module, ranks: int, *, replication: int = 1, segments: Any = None, **options: Any
-    ) -> str | None:
-        if problem := super().problem(module, ranks) or _unsupported(segments, replication, **options):
+    def problem(cls, module: nn.Module, ranks: int, *, segments: Any = None, **options: Any) -> str | None:
+        if problem := super().problem(module, ranks) or torch_lacks():
             return problem
         if not isinstance(segments, int) or segments < 2:
             return f"segments is {segments!r}; say how many equal segments out_features consists of, at least 2"
@@ -77,37 +72,6 @@ class FusedColumnLinear(ColumnLinear):
         new.bias_rows = segment_runs(new.out_features, segments, context.size, context.rank)
         return new
 
-    @classmethod
-    @override
-    def from_native_module(
-        cls,
-        module: nn.Module,
-        process_group: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext | None = None,
-        **options: Any,
-    ) -> Self:
-        """Replace ``module`` in place and return it, as `ParallelMixin.from_native_module` does.
-
-        Raises:
-            NotSupportedError: unequal segments, ``gather_output``, ``replication``, or a torch before 2.12.
-        """
-        if problem := _unsupported(**options):
-            raise NotSupportedError(problem)
-        return super().from_native_module(module, process_group, **options)
-
     def extra_repr(self) -> str:
         """Describe the full linear, its segments and the number of ranks."""
         return f"{ParallelLinear.extra_repr(self)}, segments={self.segments}"
-
-
-def _unsupported(segments: Any = None, replication: int = 1, gather_output: bool = False, **options: Any) -> str | None:
-    """Say what a later release may support, or return None."""
-    if isinstance(segments, tuple | list):
-        return f"unequal segments {tuple(segments)} are not supported yet; give the number of equal ones"
-    if replication != 1:
-        return (
-            f"replication={replication}: a fused linear splits its segments over all ranks; sharing rows is not "
-            "supported yet"
-        )
-    if gather_output:
-        return "gather_output of a fused linear is not supported yet; let the linears that follow take the parts"
-    return torch_lacks()
