@@ -69,7 +69,7 @@ def bias_net(name: str, *, last: str, heads: str | None = None, optional: bool =
         if isinstance(linear, nn.Linear) and counted is not None and (linear.out_features % n or n % scope.ranks):
             what = f"its {linear.out_features} output features for {n} heads cannot be split over {scope.ranks} ranks"
             scope.problem(what, "correct last= or heads=, or use a tensor_parallel_size that divides the heads", end)
-        scope.swap(end, BiasLinear)
+        scope.swap(end, BiasLinear, enters=False)
         for below, module in network.named_modules():
             if module is not linear and any(p is not None for p in module._parameters.values()):
                 scope.swap(f"{name}.{below}" if below else name, Replicated, partial=True)
