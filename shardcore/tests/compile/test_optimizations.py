@@ -24,6 +24,7 @@ from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import NotSupportedError
 from shardcore.nn import FusedRMSNorm, Replicated
 from shardcore.nn.blocks import RecomputedBlock
+from shardcore.nn.mixin import add_mixin
 from shardcore.nn.region.region import Region
 from shardcore.plan.steps.local import FreezeForInference, FuseNorm, Recompute
 from shardcore.plan.steps.modules import SetAttribute
@@ -126,7 +127,7 @@ def test_a_weight_of_another_dtype():
     module = RootMeanSquare(16).to(torch.float32)
     x = (x_of() / 100).to(torch.bfloat16)  # so small that the constant below the root counts
     wanted = module(x)
-    FusedRMSNorm.fuse(module, "epsilon")
+    FusedRMSNorm.swap_class(module, None, eps="epsilon")
     got = module(x)
     assert got.dtype == wanted.dtype == torch.float32
     assert_close(wanted, got, "output", 1e-2)
@@ -170,7 +171,7 @@ def test_a_blocks_keywords_reach_the_block():
 
     block, x = Named(), x_of(dtype=torch.float32)
     wanted = block(x, debug=3.0)
-    RecomputedBlock.recompute(block)
+    add_mixin(block, RecomputedBlock)
     assert torch.equal(block(x, debug=3.0), wanted)
 
 

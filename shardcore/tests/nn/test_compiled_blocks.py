@@ -21,6 +21,7 @@ from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.nn import blocks
 from shardcore.nn.base import with_methods
 from shardcore.nn.blocks import CompiledBlock
+from shardcore.nn.mixin import add_mixin
 from shardcore.plan.steps.local import Compile, Recompute
 
 
@@ -82,7 +83,7 @@ def test_blocks_of_many_kinds_stay_compiled(monkeypatch):
     x = torch.ones(2, requires_grad=True)
     for scale in range(2, 14):
         block = Scaled(scale).train()
-        CompiledBlock.compile_block(block)
+        add_mixin(block, CompiledBlock)
         assert torch.equal(block(x), x * scale)
     assert counters["stats"]["unique_graphs"] == 12
 
@@ -114,7 +115,7 @@ def test_what_else_a_block_does_is_compiled_with_it(monkeypatch):
     monkeypatch.setattr(torch, "compile", _only_called)
     block = RmsBlock()
     with_methods(block, {"forward": _doubled})
-    CompiledBlock.compile_block(block.train())
+    add_mixin(block.train(), CompiledBlock)
     assert block(torch.ones(1, 2, 16)).unique().tolist() == [2.0]
 
 
@@ -130,7 +131,7 @@ def test_classes_of_compiled_blocks_are_freed():
 
         blocks = [Own(), Own()]
         for block in blocks:
-            CompiledBlock.compile_block(block.train())
+            add_mixin(block.train(), CompiledBlock)
             block(torch.ones(1, 2, 16)).sum().backward()
         known = [block.__dict__["_shard_compiled"] for block in blocks]
         assert known[0][1] is known[1][1], "blocks of a class share what was compiled"

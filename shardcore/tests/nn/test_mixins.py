@@ -250,7 +250,7 @@ def test_a_class_on_top_is_not_lost_in_a_pickle():
 
 def test_compiled_blocks_are_pickled_after_a_step():
     block = Native()
-    CompiledBlock.compile_block(block)
+    add_mixin(block, CompiledBlock)
     block.__dict__["_shard_compiled"] = (lambda: None, None)
     again = pickle.loads(pickle.dumps(block))
     assert mixins(again) == (CompiledBlock,)

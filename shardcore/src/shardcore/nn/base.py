@@ -29,6 +29,9 @@ from shardcore.nn.mixin import (
 from shardcore.nn.process import watch_torch
 from shardcore.nn.sequence.shard import SequenceShard
 
+#: On a module: what was compiled of its forward. It cannot be pickled, and is made again when it is missing.
+COMPILED = "_shard_compiled"
+
 #: What to do instead of pickling, for every object that refuses it.
 NO_PICKLE = (
     "a sharded model cannot be pickled: its parameters live on several ranks. Save it with "
@@ -163,7 +166,9 @@ class ParallelMixin(ParallelModule):
         """
         add_mixin(module, cls)
         kept = {name: options[option] for option, name in cls.kept_options.items() if option in options}
-        module.__dict__.update(_shard_context=context, **kept)
+        if context is not None:  # which one rank alone has not; steps that split nothing are carried out there
+            kept["_shard_context"] = context
+        module.__dict__.update(kept)
         return cast("Self", module)
 
     @classmethod
@@ -235,16 +240,13 @@ class ParallelMixin(ParallelModule):
 class LocalModule(ParallelMixin):
     """A swapped module that splits nothing over ranks; in a model on one rank it can be pickled."""
 
-    #: Attributes that cannot be pickled, and are made again when they are missing.
-    made_anew: ClassVar[frozenset[str]] = frozenset({"_shard_compiled"})
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         own = mixins(self)
         local = all(issubclass(mixin, LocalModule) for mixin in own)
         # A class that somebody has put on top of the generated one cannot be made again from a list.
         if "_shard_context" in self.__dict__ or not local or not is_generated(type(self)):
             return super().__reduce_ex__(protocol)
-        state = {name: value for name, value in self.__dict__.items() if name not in self.made_anew}
+        state = {name: value for name, value in self.__dict__.items() if name != COMPILED}
         return _restored, (native_class(type(self)), own), state
 
 

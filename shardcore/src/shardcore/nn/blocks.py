@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardcore.nn.base import LocalModule
-from shardcore.nn.mixin import add_mixin, once
+from shardcore.nn.base import COMPILED, LocalModule
+from shardcore.nn.mixin import once
 
 
 class FusedRMSNorm(LocalModule):
@@ -22,18 +22,16 @@ class FusedRMSNorm(LocalModule):
     Computes what ``weight * x / sqrt(mean(x**2) + eps)`` does, with `torch.nn.functional.rms_norm`: in float32 where
     the input is of half precision, else in the input's own dtype. (Norms of libraries that compute in float32 always
     agree with it to float32 rounding, not beyond.)
+
+    Options:
+        eps: its attribute with the constant below the root.
     """
 
     keeps_name: ClassVar[bool] = True
+    kept_options: ClassVar[Mapping[str, str]] = {"eps": "_shard_eps"}
 
     weight: nn.Parameter
     _shard_eps: str
-
-    @classmethod
-    def fuse(cls, module: nn.Module, eps: str) -> None:
-        """Make ``module`` such a norm, in place; ``eps`` is its attribute with the constant below the root."""
-        add_mixin(module, cls)
-        module.__dict__["_shard_eps"] = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return (..., H) normalized over its last dim."""
@@ -43,9 +41,6 @@ class FusedRMSNorm(LocalModule):
         # A weight of another dtype decides the dtype of the product, as in the norm written out.
         return weight * F.rms_norm(hidden_states, weight.shape, None, eps)
 
-
-# On a block: its native forward and what was compiled of it, which lives as long as one of the blocks that share it.
-_COMPILED = "_shard_compiled"
 
 # All layers of a library may share one forward, of which each class, kind of block and form of a call takes graphs:
 # more than the 8 after which torch goes on without. Older releases of torch take no number.
@@ -63,20 +58,16 @@ class CompiledBlock(LocalModule):
 
     keeps_name: ClassVar[bool] = True
 
-    @classmethod
-    def compile_block(cls, module: nn.Module) -> None:
-        """Make ``module`` such a block, in place."""
-        add_mixin(module, cls)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward, compiled while training."""
         native: Any = super().forward
         if not self.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return native(*args, **kwargs)
         function = native.__func__
-        known = self.__dict__.get(_COMPILED)
+        # What was compiled lives as long as one of the blocks that share it.
+        known = self.__dict__.get(COMPILED)
         if known is None or known[0] is not function:
-            known = self.__dict__[_COMPILED] = function, _compiled(function)
+            known = self.__dict__[COMPILED] = function, _compiled(function)
         return known[1](self, *args, **kwargs)
 
 
@@ -95,11 +86,6 @@ class RecomputedBlock(LocalModule):
     """
 
     keeps_name: ClassVar[bool] = True
-
-    @classmethod
-    def recompute(cls, module: nn.Module) -> None:
-        """Make ``module`` such a block, in place."""
-        add_mixin(module, cls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward, keeping its inputs only."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from abc import ABC, abstractmethod
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -107,7 +107,7 @@ class ApplyContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step(ABC):
+class Step:
     """One thing done to the module ``path`` (its full name in the model)."""
 
     #: When it is carried out.
@@ -215,9 +215,15 @@ class Step(ABC):
         """Yield what one training step sends because of it."""
         return iter(())
 
-    @abstractmethod
     def prepare(self, ctx: ApplyContext) -> Commit:
-        """Do everything about the step that can fail, and return the call that changes the model."""
+        """Do everything about the step that can fail, and return the call that changes the model.
+
+        By default the module gets the step's `mixin`, and the step's other fields are its options.
+        """
+        assert self.mixin is not None  # or else the step says itself what it does
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "path"}
+        context: Any = ctx.shared if self.splits else ctx.context
+        return functools.partial(self.mixin.swap_class, ctx.model.get_submodule(self.path), context, **options)
 
     def problem(self, what: str, todo: str) -> Problem:
         """Return a problem with this step."""

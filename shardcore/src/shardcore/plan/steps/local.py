@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,10 +31,6 @@ class FuseNorm(Step):
     def describe(self) -> str:
         return "torch's fused rms_norm"
 
-    @override
-    def prepare(self, ctx: ApplyContext) -> Commit:
-        return functools.partial(FusedRMSNorm.fuse, ctx.model.get_submodule(self.path), self.eps)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compile(Step):
@@ -49,10 +44,6 @@ class Compile(Step):
     def describe(self) -> str:
         return "compiled while training"
 
-    @override
-    def prepare(self, ctx: ApplyContext) -> Commit:
-        return functools.partial(CompiledBlock.compile_block, ctx.model.get_submodule(self.path))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute(Step):
@@ -65,10 +56,6 @@ class Recompute(Step):
     @override
     def describe(self) -> str:
         return "recomputed in the backward"
-
-    @override
-    def prepare(self, ctx: ApplyContext) -> Commit:
-        return functools.partial(RecomputedBlock.recompute, ctx.model.get_submodule(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

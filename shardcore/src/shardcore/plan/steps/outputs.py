@@ -95,15 +95,6 @@ class GatherStageAttentions(Step):
     def describe(self) -> str:
         return f"gathers attentions of {', '.join(str(size) for size in self.sizes if size)} heads"
 
-    @override
-    def prepare(self, ctx: ApplyContext) -> Commit:
-        module = ctx.model.get_submodule(self.path)
-
-        def commit() -> None:
-            StageAttentions.swap_class(module, ctx.shared, sizes=self.sizes)
-
-        return commit
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefuseCaptured(Step):
@@ -126,11 +117,6 @@ class RefuseCaptured(Step):
     def refuses_captured(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.outputs)
 
-    @override
-    def prepare(self, ctx: ApplyContext) -> Commit:
-        module = ctx.model.get_submodule(self.path)
-        return functools.partial(RefusesCaptured.swap_class, module, ctx.shared, outputs=self.outputs)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeLoss(Step):
@@ -152,12 +138,6 @@ class TakeLoss(Step):
     def describe(self) -> str:
         labels = ", ".join(label.name for label in self.labels)
         return f"loss of {', '.join(self.logits)} against {labels} after the forward"
-
-    @override
-    def prepare(self, ctx: ApplyContext) -> Commit:
-        module = ctx.model.get_submodule(self.path)
-        options: dict[str, Any] = {"function": self.function, "labels": self.labels, "logits": self.logits}
-        return functools.partial(LossFromOutputs.swap_class, module, ctx.shared, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
