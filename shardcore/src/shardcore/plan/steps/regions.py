@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardcore.errors import Problem
-from shardcore.nn.arguments import EnteredArgument, SlicedArgument
+from shardcore.nn.arguments import Argument, entered, sliced
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import ReplicatedLayout
 from shardcore.nn.linear.members import shared_parameters
@@ -196,12 +197,9 @@ class EnterArgument(Step):
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
-        module, hook = ctx.model.get_submodule(self.path), EnteredArgument(ctx.shared, self.argument)
-
-        def commit() -> None:
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-
-        return commit
+        module = ctx.model.get_submodule(self.path)
+        hook = Argument(*self.argument).hook(functools.partial(entered, ctx.shared))
+        return functools.partial(module.register_forward_pre_hook, hook, with_kwargs=True)
 
 
 def _between(model: nn.Module, first: str, last: str) -> Iterator[nn.Module]:
@@ -258,9 +256,6 @@ class SliceArgument(Step):
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
         module = ctx.model.get_submodule(self.path)
-        hook = SlicedArgument(ctx.shared, self.argument, self.dim, self.heads, partial=self.partial)
-
-        def commit() -> None:
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-
-        return commit
+        change = functools.partial(sliced, ctx.shared, self.dim, self.heads, self.partial)
+        hook = Argument(*self.argument).hook(change)
+        return functools.partial(module.register_forward_pre_hook, hook, with_kwargs=True)
