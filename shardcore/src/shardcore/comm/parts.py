@@ -67,11 +67,15 @@ def several_runs(spec: DTensorSpec) -> dict[int, int]:
     FSDP2 over a plain split on dim 0 writes ``(_StridedShard(0, tp), Shard(0))``: later placements cut the same dim
     into as many parts as the factor says, which leaves one run.
     """
+    return _several_runs(spec.mesh.shape, spec.placements)
+
+
+def _several_runs(sizes: Sequence[int], placements: Sequence[Placement]) -> dict[int, int]:
     found = {}
-    for axis, placement in enumerate(spec.placements):
+    for axis, placement in enumerate(placements):
         if isinstance(placement, StridedShard):
-            later = [i for i in range(axis + 1, spec.mesh.ndim) if split_dim(spec.placements[i]) == placement.dim]
-            if placement.split_factor not in (1, math.prod(map(spec.mesh.size, later))):
+            later = [i for i in range(axis + 1, len(placements)) if split_dim(placements[i]) == placement.dim]
+            if placement.split_factor not in (1, math.prod(sizes[i] for i in later)):
                 found[int(placement.dim)] = axis
     return found
 
@@ -96,17 +100,43 @@ def place_of(
     return tuple(place)
 
 
-def _runs(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Runs]:
-    """Return the runs along every dim that are at ``coordinate``; some may be empty."""
-    runs: list[Runs] = [(span,) for span in place_of(spec.shape, spec.mesh.shape, spec.placements, coordinate)]
-    for dim, axis in several_runs(spec).items():
-        size, segments = spec.shape[dim], spec.placements[axis].split_factor  # type: ignore[attr-defined]  # strided
-        if sum(split_dim(placement) == dim for placement in spec.placements) > 1:
-            raise NotSupportedError(f"dim {dim} of a DTensor with placements {spec.placements} is cut twice")
+def runs_of(
+    shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
+) -> list[Runs]:
+    """Return the runs along every dim of a tensor of ``shape`` that are at ``coordinate`` on a mesh of ``sizes``.
+
+    Some may be empty.
+
+    Raises:
+        NotSupportedError: the placements cut one dim in a way that is not known.
+    """
+    runs: list[Runs] = [(span,) for span in place_of(shape, sizes, placements, coordinate)]
+    for dim, axis in _several_runs(sizes, placements).items():
+        size, segments = shape[dim], placements[axis].split_factor  # type: ignore[attr-defined]  # strided
+        if sum(split_dim(placement) == dim for placement in placements) > 1:
+            raise NotSupportedError(f"dim {dim} of a DTensor with placements {placements} is cut twice")
         if size % segments:
-            raise NotSupportedError(f"{size} rows in {segments} segments: placements {spec.placements}, dim {dim}")
-        runs[dim] = segment_runs(size, segments, spec.mesh.size(axis), coordinate[axis])
+            raise NotSupportedError(f"{size} rows in {segments} segments: placements {placements}, dim {dim}")
+        runs[dim] = segment_runs(size, segments, sizes[axis], coordinate[axis])
     return runs
+
+
+def _runs(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Runs]:
+    return runs_of(spec.shape, spec.mesh.shape, spec.placements, coordinate)
+
+
+def extent(runs: Sequence[Runs]) -> tuple[int, ...]:
+    """Return the shape of a part that has these runs along its dims."""
+    return tuple(sum(stop - start for start, stop in own) for own in runs)
+
+
+def cut(full: Tensor, runs: Sequence[Runs]) -> Tensor:
+    """Return the part of ``full`` with these runs along its dims: a view of it if there is one run of each."""
+    for dim, own in enumerate(runs):
+        if own != ((0, full.size(dim)),):
+            parts = [full.narrow(dim, start, stop - start) for start, stop in own]
+            full = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return full
 
 
 def blocks_of(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Block]:
@@ -169,7 +199,7 @@ def check_parts(state: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} is on the meta device: it has no values to save. Load the weights first.")
         if isinstance(tensor, DTensor):
             spec = spec_of(tensor)
-            wanted, held = part_shape(spec, spec.mesh.get_coordinate() or ()), tuple(local_tensor(tensor).shape)
+            wanted, held = extent(_runs(spec, spec.mesh.get_coordinate() or ())), tuple(local_tensor(tensor).shape)
             if wanted != held or any(p.is_partial() for p in spec.placements):
                 raise NotSupportedError(
                     f"{name} lies on the ranks as {spec.placements}, of which this rank should hold a part of shape "
@@ -177,22 +207,10 @@ def check_parts(state: Mapping[str, Any]) -> None:
                 )
 
 
-def part_shape(spec: DTensorSpec, coordinate: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the local tensor at ``coordinate``."""
-    return tuple(sum(stop - start for start, stop in runs) for runs in _runs(spec, coordinate))
-
-
 def part_of(full: Tensor, like: DTensor) -> DTensor:
     """Return the tensor ``full``, which every rank holds, as a DTensor that lies as ``like`` does; nothing is sent."""
     spec = spec_of(like)
-    blocks = own_blocks(like)
-    if len(blocks) == 1:
-        local = full[blocks[0].in_whole]
-    else:
-        local = torch.empty(part_shape(spec, spec.mesh.get_coordinate() or ()), dtype=full.dtype, device=full.device)
-        for block in blocks:
-            local[block.in_local] = full[block.in_whole]
-    return laid_out(local, like)
+    return laid_out(cut(full, _runs(spec, spec.mesh.get_coordinate() or ())), like)
 
 
 def laid_out(local: Tensor, like: DTensor) -> DTensor:

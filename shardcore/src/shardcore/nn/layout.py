@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
 from shardcore._torch import DTensorSpec
-from shardcore.comm.collectives import Channel, chunk_bounds
+from shardcore.comm.collectives import chunk_bounds
 from shardcore.comm.dtensor_params import spec_of, with_spec
-from shardcore.comm.strided import Runs, segment_runs, segmented
+from shardcore.comm.parts import Runs, cut, extent, runs_of, split_dim
+from shardcore.comm.strided import segmented
 from shardcore.mesh.context import ShardContext
 
 
@@ -54,17 +55,9 @@ class Layout(ABC):
     def placement(self) -> Placement:
         """The DTensor placement on the axis."""
 
-    def part(self, full: Tensor, context: ShardContext) -> Tensor:
-        """Return this rank's part of ``full`` as a tensor with storage of its own."""
-        return self.local(full, context.axis(self.axis))
-
-    @abstractmethod
-    def local(self, full: Tensor, axis: Channel) -> Tensor:
-        """Return the part of this rank on the axis as a tensor with storage of its own."""
-
-    @abstractmethod
     def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
         """Return the shape of the part of ``rank`` among the ``ranks`` on ``tp``."""
+        return extent(runs_of(full, (ranks,), self.placements, (rank,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +76,6 @@ class ReplicatedLayout(Layout):
     def placement(self) -> Placement:
         return Replicate()
 
-    @override
-    def local(self, full: Tensor, axis: Channel) -> Tensor:
-        return full.detach()
-
-    @override
-    def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
-        return full
-
     def __str__(self) -> str:
         return "replicated, gradient summed" if self.partial_gradient else "replicated"
 
@@ -105,16 +90,6 @@ class ShardedLayout(Layout):
     @override
     def placement(self) -> Placement:
         return Shard(self.dim)
-
-    @override
-    def local(self, full: Tensor, axis: Channel) -> Tensor:
-        start, stop = chunk_bounds(full.size(self.dim), axis.size, axis.rank)
-        return full.detach().narrow(self.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
-
-    @override
-    def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
-        start, stop = chunk_bounds(full[self.dim], ranks, rank)
-        return (*full[: self.dim], stop - start, *full[self.dim + 1 :])
 
     def __str__(self) -> str:
         return f"split on dim {self.dim}"
@@ -158,16 +133,6 @@ class SegmentedLayout(Layout):
     def placement(self) -> Placement:
         return segmented(self.count, self.dim)
 
-    @override
-    def local(self, full: Tensor, axis: Channel) -> Tensor:
-        runs = segment_runs(full.size(self.dim), self.count, axis.size, axis.rank)
-        return torch.cat([full.detach().narrow(self.dim, start, stop - start) for start, stop in runs], self.dim)
-
-    @override
-    def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
-        runs = segment_runs(full[self.dim], self.count, ranks, rank)
-        return (*full[: self.dim], sum(stop - start for start, stop in runs), *full[self.dim + 1 :])
-
     def __str__(self) -> str:
         return f"{self.count} segments, each split on dim {self.dim}"
 
@@ -202,25 +167,9 @@ class ExpertsLayout(Layout):
         return Shard(0)
 
     @override
-    def part(self, full: Tensor, context: ShardContext) -> Tensor:
-        if self.inner is None:
-            return self.local(full, context.axis(self.axis))
-        start, stop = self._bounds(full.size(0), context.axis(self.axis).rank)
-        return self.inner.part(full[start:stop], context)
-
-    @override
-    def local(self, full: Tensor, axis: Channel) -> Tensor:
-        start, stop = self._bounds(full.size(0), axis.rank)
-        return full.detach()[start:stop].clone(memory_format=torch.contiguous_format)
-
-    @override
     def shape(self, full: tuple[int, ...], ranks: int, rank: int = 0) -> tuple[int, ...]:
-        start, stop = self._bounds(full[0], 0)  # none has more than the first
-        own = (stop - start, *full[1:])
-        return self.inner.shape(own, ranks, rank) if self.inner else own
-
-    def _bounds(self, experts: int, rank: int) -> tuple[int, int]:
-        return chunk_bounds(experts, self.ranks, rank)
+        # No rank of ``ep`` has more than the first.
+        return extent(runs_of(full, (self.ranks, ranks), self.placements, (0, rank)))
 
     def __str__(self) -> str:
         inner = f", each {self.inner}" if self.inner else ""
@@ -255,7 +204,10 @@ def distribute(
 
 def _as_dtensor(full: Tensor, layout: Layout, context: ShardContext, specs: Specs) -> Tensor:
     mesh = context.mesh_along(layout.axes)
-    local = layout.part(full, context)
+    runs = runs_of(full.shape, mesh.shape, layout.placements, mesh.get_coordinate() or ())
+    local = cut(full.detach(), runs)
+    if any(split_dim(placement) is not None for placement in layout.placements) and all(len(own) == 1 for own in runs):
+        local = local.clone(memory_format=torch.contiguous_format)  # the whole is let go of
     if local.device.type not in ("meta", mesh.device_type):
         local = local.to(context.device)
     if spec := specs.get((layout, full.shape, full.dtype)):
