@@ -39,35 +39,23 @@ class _Touch(Function):
     flow = Flow(parameters=1, zeros=True)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.parameters = parameters
+    def forward(ctx: Any, x: Tensor, wanted: tuple[Tensor, list[int]] | None, *parameters: Tensor) -> Tensor:
+        # Which experts are wanted, and whose each parameter is; None: all. In a tuple: no input of the node.
+        ctx.wanted, ctx.parameters = wanted, parameters
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1:]
-        return (grads[0], *(_zeros(p) if needed else None for p, needed in zip(ctx.parameters, needs, strict=True)))
+        needs = list(ctx.needs_input_grad[2:])
+        if ctx.wanted is not None:
+            called, experts = ctx.wanted[0].tolist(), ctx.wanted[1]
+            needs = [n and called[i] for n, i in zip(needs, experts, strict=True)]
+        return (grads[0], None, *(_zeros(p) if need else None for p, need in zip(ctx.parameters, needs, strict=True)))
 
 
 def touch(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return ``x``; in its backward every one of ``parameters`` gets a gradient, which adds zero."""
-    return _Touch.apply(x, *parameters)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
-
-
-class _TouchElsewhere(Function):
-    flow = Flow(parameters=2, zeros=True)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, called: Tensor, experts: Sequence[int], *parameters: Tensor) -> Tensor:
-        ctx.called, ctx.experts, ctx.parameters = called, experts, parameters
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        called = ctx.called.tolist()
-        wanted = (n and called[i] for n, i in zip(ctx.needs_input_grad[3:], ctx.experts, strict=True))
-        zeros = (_zeros(p) if want else None for p, want in zip(ctx.parameters, wanted, strict=True))
-        return (grads[0], None, None, *zeros)
+    return _Touch.apply(x, None, *parameters)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def touch_elsewhere(x: Tensor, called: Tensor, lacking: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -80,7 +68,7 @@ def touch_elsewhere(x: Tensor, called: Tensor, lacking: Sequence[Sequence[Tensor
     """
     experts = [i for i, parameters in enumerate(lacking) for _ in parameters]
     flat = [parameter for parameters in lacking for parameter in parameters]
-    return _TouchElsewhere.apply(x, called, experts, *flat)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
+    return _Touch.apply(x, (called, experts), *flat)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
 
 
 def _zeros(parameter: Tensor) -> Tensor:
