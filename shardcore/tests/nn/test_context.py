@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardcore.comm.collectives import Channel
+from shardcore.errors import NotSupportedError
 from shardcore.nn.context.attention import Groups, attend
 from shardcore.nn.context.blocks import Block, TokenMask, attend_block, attend_block_backward
+from shardcore.nn.context.logits import DividedLogits
+from shardcore.nn.context.modules import ContextEnd
 from shardcore.nn.context.places import Places, gather_tokens, tokens_of, total
+from shardcore.nn.loss.cross_entropy import Vocabulary
 from shardcore_testing.observing import Collectives
 
 _LENGTH = 19
@@ -126,6 +132,26 @@ def test_work_is_even():
         sum(token + 1 for span in spans for token in range(*span)) for spans in Places.of(64, 1, 4, zigzag=False).ranks
     ]
     assert max(apart) > 3 * min(apart)
+
+
+class _Named(nn.Module):
+    def forward(self, x):
+        return {"states": x}
+
+
+def test_an_end_of_a_stack_that_returns_something_else():
+    end = ContextEnd.swap_class(_Named(), None, shard=SimpleNamespace(divided=True, last=object()))
+    with pytest.raises(NotSupportedError, match="_Named returns a dict, of which it is not known"):
+        end(torch.ones(1, 2, 3))
+
+
+@pytest.mark.parametrize("bias", [torch.ones(1), torch.ones(()), torch.ones(5), torch.ones(3, 4), 1.0])
+def test_what_is_no_bias_of_words_is_not_added_to_divided_logits(bias):
+    rows, vocabulary = torch.zeros(3, 4), Vocabulary(SimpleNamespace(size=1, rank=0), 4, 0)
+    logits = DividedLogits(torch.arange(3).view(1, 3, 1), vocabulary, rows, None, None)
+    with pytest.raises(NotSupportedError, match="an addition of anything but"):
+        logits + bias
+    assert (logits + torch.arange(4.0)).local.tolist() == [[0, 1, 2, 3]] * 3
 
 
 def test_a_query_that_sees_nothing():

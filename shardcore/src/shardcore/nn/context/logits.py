@@ -126,11 +126,10 @@ class DividedLogits(VocabParallelLogits):
 
     @override
     def _own(self, bias: Any) -> Tensor:
-        own = super()._own(bias) if isinstance(self._rows, VocabParallelLogits) else bias
-        if not isinstance(own, Tensor) or own.numel() != own.size(-1):
+        part = super()._own(bias)  # or a refusal
+        own: Tensor = part if isinstance(self._rows, VocabParallelLogits) else bias
+        if own.numel() != own.size(-1):
             self._refuse("an addition of anything but one bias of words, of logits that are divided over cp")
-        if own.requires_grad:
-            self._refuse("an addition of a bias that needs a gradient")
         return own.reshape(-1)
 
     @override

@@ -23,6 +23,7 @@ from shardcore.nn.context.logits import DividedLogits
 from shardcore.nn.context.places import Places
 from shardcore.nn.context.shard import ContextShard
 from shardcore.nn.randomness import DropoutSites
+from shardcore.nn.sequence.tokens import put_together
 
 # Carries the places from a block's call into its forward, through whatever recomputes it.
 _CARRIED = "_shardcore_places"
@@ -195,9 +196,7 @@ class ContextEnd(_ContextModule):
         if not shard.divided or (places := shard.last) is None:
             return out
         shard.phase = "whole"
-        if isinstance(out, tuple):
-            return (shard.whole(out[0], places), *out[1:])
-        return shard.whole(out, places)
+        return put_together(out, lambda x: shard.whole(x, places), type(self).__name__)
 
 
 class ContextModel(_ContextModule):

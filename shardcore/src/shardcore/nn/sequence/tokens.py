@@ -6,7 +6,7 @@ block later, perhaps after another call, recomputes it for the same number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -157,13 +157,20 @@ class SequenceEnd(SequenceModule):
         """Run the module and gather its output, if tokens are split."""
         tokens = self._tokens
         out = super().__call__(*args, **kwargs)
-        if tokens.phase != "inside":
-            return out
-        if isinstance(out, Tensor):
-            return tokens.gather(out)
-        if isinstance(out, tuple):  # as blocks of some libraries return their outputs, hidden states first
-            return (tokens.gather(out[0]), *out[1:])
-        raise NotSupportedError(
-            f"{type(self).__name__} returns a {type(out).__name__}, of which sequence parallelism does not know the "
-            "hidden states; wanted a tensor, or a tuple that begins with it"
-        )
+        return put_together(out, tokens.gather, type(self).__name__) if tokens.phase == "inside" else out
+
+
+def put_together(out: Any, gather: Callable[[Tensor], Tensor], where: str) -> Any:
+    """Return what the last module of a stack, ``where``, returns, with the tokens of all ranks.
+
+    Raises:
+        NotSupportedError: it is neither a tensor nor a tuple that begins with it.
+    """
+    if isinstance(out, Tensor):
+        return gather(out)
+    if isinstance(out, tuple):  # as blocks of some libraries return their outputs, hidden states first
+        return (gather(out[0]), *out[1:])
+    raise NotSupportedError(
+        f"{where} returns a {type(out).__name__}, of which it is not known what the hidden states are, whose tokens "
+        "are put together; wanted a tensor, or a tuple that begins with it"
+    )
