@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardcore.errors import NotSupportedError
 from shardcore.pipeline import Cut, PrunedModel, Stage, StageTracer
+from shardcore.pipeline.losses import own_loss
+from shardcore.pipeline.steps import groups_of
 from shardcore.plan import Stages
 
 
@@ -65,6 +67,20 @@ def test_together_they_are_the_model(number, options):
             found[own] = found.get(own, 0) + parameter.grad
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_micro_batches_of_one_name_have_one_form():
+    model = build(layers=2)
+    tracer = StageTracer(model, Cut.of(model, TinyPolicy.stages, 2))
+    parts = [arguments(0), arguments(1), arguments(2, 2), arguments(3, 3, 5), arguments(4)]
+    forms = tracer.forms(parts, own_loss)
+    shapes = [part["ids"].shape for part in parts]
+    names = [name for name, _ in forms]
+    assert [names.index(name) for name in names] == [shapes.index(shape) for shape in shapes] == [0, 0, 2, 3, 0]
+    assert [metadata.boundaries[0].values[0].shape[:2] for _, metadata in forms] == shapes
+    groups = groups_of(forms)
+    assert [group.numbers(group.count) for group in groups] == [[0, 1], [2], [3], [4]]
+    assert [group.metadata for group in groups] == [forms[0][1], forms[2][1], forms[3][1], forms[0][1]]
 
 
 def test_a_stage_has_no_parameters_but_its_own():

@@ -24,7 +24,7 @@ from shardcore.pipeline.ranks import PipelineRanks
 from shardcore.pipeline.schedules import SCHEDULES, forward_only
 from shardcore.pipeline.shared import SharedParameters
 from shardcore.pipeline.stage import PrunedModel, Stage
-from shardcore.pipeline.steps import Microbatch, MicrobatchGroup, PipelineStep, groups_of
+from shardcore.pipeline.steps import MicrobatchGroup, PipelineStep, groups_of
 from shardcore.pipeline.torch_stage import SafeStage, StageModule
 from shardcore.pipeline.tracing import StageTracer
 from shardcore.plan.cut import Cut
@@ -122,7 +122,7 @@ class Pipeline:
             self._evaluate(step)
         if outputs is not None:
             outputs += self._outputs(step, everywhere=everywhere)
-        total = torch.zeros((), dtype=step.feed[0].group.metadata.loss, device=self._device)
+        total = torch.zeros((), dtype=step.groups[0].metadata.loss, device=self._device)
         if step.losses:
             total = torch.stack(step.losses).sum().to(self._device)
         dist.broadcast(total, group=self.ranks.group, group_src=self._of[-1])
@@ -143,7 +143,7 @@ class Pipeline:
         """
         failure: BaseException | None = None
         told: list[tuple[str, str]] = []
-        step = PipelineStep(feed=(), loss=loss)
+        step = PipelineStep(loss=loss)
         number = self._context.random.number()  # on every rank, whatever fails there
         try:
             if training and not torch.is_grad_enabled():
@@ -153,19 +153,16 @@ class Pipeline:
                 )
             given = batch() if callable(batch) else batch
             division = {"number": 1} if loss is None else {"number": self._number, "size": self._size}
-            parts = micro_batches(given, **division)
-            groups = groups_of(self.tracer.forms(parts, loss))
-            shares = [1.0] if loss is None else self._shares(parts, groups, weight)
+            step.parts = parts = micro_batches(given, **division)
+            step.groups = groups_of(self.tracer.forms(parts, loss))
+            step.shares = [1.0] if loss is None else self._shares(step, weight)
             if training:
-                parts = [part if share else with_labels(part) for part, share in zip(parts, shares, strict=True)]
-            fed = zip(parts, shares, groups, strict=True)
-            step.feed = [Microbatch(arguments=part, share=share, group=group) for part, share, group in fed]
-            if training:
+                step.parts = [p if share else with_labels(p) for p, share in zip(parts, step.shares, strict=True)]
                 for group in step.groups:
                     self._scheduled(group)
             told = [
                 ("the shapes of the batch", shapes_of(given)),
-                ("the items of its micro-batches", str(shares)),
+                ("the items of its micro-batches", str(step.shares)),
                 *contents_of(given),
             ]
         except BaseException as error:
@@ -173,14 +170,12 @@ class Pipeline:
         step.seed = self._context.seed_of(self.ranks.begin(failure, told, number))
         return step
 
-    def _shares(
-        self, parts: Sequence[Mapping[str, Any]], groups: Sequence[MicrobatchGroup], weight: Weight | None
-    ) -> list[float]:
+    def _shares(self, step: PipelineStep, weight: Weight | None) -> list[float]:
         if weight is None:
-            reductions = [one for group in dict.fromkeys(groups) for one in group.metadata.reductions]
+            reductions = [one for group in step.groups for one in group.metadata.reductions]
             known = [one for one in reductions if one.shifted is not None]  # of others no label counts
-            return shares_of(known or reductions, parts, type(self.model).__name__)
-        weights = [weight(part) for part in parts]
+            return shares_of(known or reductions, step.parts, type(self.model).__name__)
+        weights = [weight(part) for part in step.parts]
         return [each / (sum(weights) or 1.0) for each in weights]
 
     def _train(self, step: PipelineStep) -> None:
@@ -234,7 +229,7 @@ class Pipeline:
                     self._run,
                     self.stages,
                     group.numbers(group.count),
-                    group.metadata.boundaries,
+                    group.metadata,
                     ranks=self._of,
                     group=self.ranks.group,
                     device=self._device,
@@ -248,12 +243,13 @@ class Pipeline:
 
     def _outputs(self, step: PipelineStep, *, everywhere: bool) -> Iterator[Any]:
         """Yield the outputs of all micro-batches, on the ranks that are to have them."""
-        for number, microbatch in enumerate(step.feed):
-            own = None if step.outputs is None else step.outputs.get(number)
-            if everywhere:
-                yield self.ranks.broadcast(own, self._of[-1], microbatch.group.metadata.missing)
-            elif own is not None:
-                yield own
+        for group in step.groups:
+            for number in group.numbers(group.count):
+                own = None if step.outputs is None else step.outputs.get(number)
+                if everywhere:
+                    yield self.ranks.broadcast(own, self._of[-1], group.metadata.missing)
+                elif own is not None:
+                    yield own
 
     def _scheduled(self, group: MicrobatchGroup) -> tuple[Any, list[SafeStage], int]:
         """Return the schedule for micro-batches as there are now, its stages, and how many it runs."""
@@ -284,41 +280,37 @@ class Pipeline:
         arrives = metadata.boundaries[stage.index - 1].values if stage.index else (number,)
         loss = form_of(torch.empty((), dtype=metadata.loss))
         leaves = (loss,) if stage.is_last else metadata.boundaries[stage.index].values
-        module = StageModule(functools.partial(self._run, stage), stage.parameters, begins=stage.index == 0)
+        module = StageModule(functools.partial(self._run, stage, metadata), stage.parameters, begins=stage.index == 0)
         return SafeStage(module, stage.index, len(self.cut), arrives, leaves, self._device, self.ranks.group)
 
-    def _run(self, stage: Stage, number: int, arrived: list[Tensor]) -> tuple[Tensor, ...]:
+    def _run(self, stage: Stage, metadata: StageMetadata, number: int, arrived: list[Tensor]) -> tuple[Tensor, ...]:
         """Run a stage for the micro-batch of a number; return what leaves it, of the last one the loss if there is one.
 
         Each block draws from a stream that follows from its number and that of the micro-batch, so that what is drawn
         depends neither on the schedule nor on where the model is cut.
         """
-        step = self._step
+        step, random = self._step, self._context.random
         assert step is not None  # stages run in a step only
-        microbatch, random = step[number], self._context.random
-        kept = random.state()
-        first = (number if number >= 0 else ~number) * (len(self.cut.blocks) + 1)
+        kept, filler = random.state(), number < 0
+        number = ~number if filler else number
+        arguments, first = step.parts[number], number * (len(self.cut.blocks) + 1)
         random.seed(mix(step.seed, first))
         self.running += 1
         try:
-            out = stage(
-                microbatch.arguments,
-                arrived,
-                microbatch.group.metadata,
-                lambda block: random.seed(mix(step.seed, first + 1 + block)),
-            )
+            out = stage(arguments, arrived, metadata, lambda block: random.seed(mix(step.seed, first + 1 + block)))
         finally:
             self.running -= 1
             random.load(kept)
         if not stage.is_last:
             return tuple(out)
-        if step.outputs is not None and number >= 0:
+        if step.outputs is not None and not filler:
             step.outputs[number] = tree_map_only(Tensor, Tensor.detach, out)
-        return () if step.loss is None else (self._loss(step, number, step.loss(out, microbatch.arguments)),)
+        if step.loss is None:
+            return ()
+        return (self._loss(step, 0.0 if filler else step.shares[number], step.loss(out, arguments)),)
 
-    def _loss(self, step: PipelineStep, number: int, loss: Tensor) -> Tensor:
+    def _loss(self, step: PipelineStep, share: float, loss: Tensor) -> Tensor:
         """Return the part that a micro-batch has in the loss of the batch."""
-        share = step[number].share if number >= 0 else 0.0
         # Also without a share: its backward goes the way of others, on which FSDP2 gathers, and other replicas wait.
         loss = wide(loss) * (step.scale * share)
         if torch.is_grad_enabled() and not loss.requires_grad:

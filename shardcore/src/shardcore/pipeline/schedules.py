@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, pipelining
 
-from shardcore.pipeline.metadata import Boundary, filled
+from shardcore.pipeline.metadata import StageMetadata, filled
 from shardcore.pipeline.stage import Stage
 
 #: Runs a stage for the micro-batch of a number and what arrived; returns what leaves it.
-RunStage: TypeAlias = Callable[[Stage, int, list[Tensor]], tuple[Tensor, ...]]
+RunStage: TypeAlias = Callable[[Stage, StageMetadata, int, list[Tensor]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def forward_only(
     run: RunStage,
     stages: Sequence[Stage],
     numbers: Sequence[int],
-    boundaries: Sequence[Boundary],
+    metadata: StageMetadata,
     *,
     ranks: Sequence[int],
     group: ProcessGroup,
@@ -79,7 +79,7 @@ def forward_only(
         run: runs a stage.
         stages: of this rank.
         numbers: of the micro-batches.
-        boundaries: what crosses to stage 1, to stage 2, and so on.
+        metadata: what crosses.
         ranks: the rank of each stage.
         group: the process group of the pipeline.
         device: where tensors arrive.
@@ -94,19 +94,19 @@ def forward_only(
         for number in numbers:
             arrived = kept.pop((stage.index, number), [])
             if stage.index and ranks[before] != me:
-                arrived = [torch.empty_like(form, device=device) for form in boundaries[before].values]
+                arrived = [torch.empty_like(form, device=device) for form in metadata.boundaries[before].values]
                 for tensor in arrived:
                     dist.recv(tensor, group=group, group_src=ranks[before])
             leaving: tuple[Tensor, ...] = ()
             if failure is None:
                 try:
-                    leaving = run(stage, number, arrived)
+                    leaving = run(stage, metadata, number, arrived)
                 except BaseException as error:
                     failure = error
             if stage.is_last:
                 continue
             if failure is not None:
-                leaving = filled(boundaries[stage.index].values, device, 0)
+                leaving = filled(metadata.boundaries[stage.index].values, device, 0)
             if ranks[after] == me:
                 kept[after, number] = list(leaving)
             else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,27 +38,14 @@ class MicrobatchGroup:
         return [*range(self.first, self.first + self.count), *[~self.first] * (count - self.count)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch:
-    """One micro-batch.
-
-    Attributes:
-        arguments: of the call.
-        share: its part in the loss of the batch.
-        group: with which it runs.
-    """
-
-    arguments: Mapping[str, Any]
-    share: float
-    group: MicrobatchGroup
-
-
 @dataclass(slots=True, kw_only=True)
 class PipelineStep:
     """One step that is running.
 
     Attributes:
-        feed: the micro-batches.
+        parts: the arguments of the micro-batches.
+        shares: the part that each of them has in the loss of the batch.
+        groups: those of one form together, in their order.
         loss: of an output; None for outputs alone.
         scale: what the loss is multiplied with.
         seed: of what is drawn in it.
@@ -65,32 +53,26 @@ class PipelineStep:
         outputs: of micro-batches by their numbers, on the last stage, if they are asked for.
     """
 
-    feed: Sequence[Microbatch]
+    parts: Sequence[Mapping[str, Any]] = ()
+    shares: Sequence[float] = ()
+    groups: Sequence[MicrobatchGroup] = ()
     loss: Loss | None
     scale: float = 1.0
     seed: int = 0
     losses: list[Tensor] = field(default_factory=list)
     outputs: dict[int, Any] | None = None
 
-    @property
-    def groups(self) -> list[MicrobatchGroup]:
-        """The groups, in their order."""
-        return list(dict.fromkeys(microbatch.group for microbatch in self.feed))
 
-    def __getitem__(self, number: int) -> Microbatch:
-        """Return the micro-batch of a number, or the one of which a filler is a copy."""
-        return self.feed[number if number >= 0 else ~number]
-
-
-def groups_of(traced: Sequence[tuple[str, StageMetadata]]) -> list[MicrobatchGroup]:
-    """Return of each micro-batch the group that it is of.
+def groups_of(traced: Iterable[tuple[str, StageMetadata]]) -> list[MicrobatchGroup]:
+    """Return the groups of micro-batches that follow each other.
 
     Args:
         traced: of each micro-batch, as `StageTracer.forms` returns it.
     """
-    keys = [key for key, _ in traced]
-    groups = {
-        key: MicrobatchGroup(first=keys.index(key), count=keys.count(key), key=key, metadata=metadata)
-        for key, metadata in traced
-    }
-    return [groups[key] for key in keys]
+    groups: list[MicrobatchGroup] = []
+    first = 0
+    for key, alike in itertools.groupby(traced, lambda one: one[0]):
+        metadata = [metadata for _, metadata in alike]
+        groups.append(MicrobatchGroup(first=first, count=len(metadata), key=key, metadata=metadata[0]))
+        first += len(metadata)
+    return groups
