@@ -8,7 +8,6 @@ divided between steps, the parameters, gradients and the state of optimizers, is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -25,6 +24,7 @@ class Accumulation:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._fsdp: Any = model if isinstance(model, FSDPModule) else None
+        self._units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     def begin(self) -> None:
         """Gather all parameters, and let backwards leave gradients alone."""
@@ -32,7 +32,7 @@ class Accumulation:
             return
         self._switch(sums=False)
         self._fsdp._get_fsdp_state()._lazy_init()  # or else the first block that gathers would be the root
-        for unit in self._units():
+        for unit in self._units:
             unit.unshard()
 
     def finish(self) -> None:
@@ -62,16 +62,13 @@ class Accumulation:
             self._divide()
 
     def _divide(self) -> None:
-        for unit in self._units():
+        for unit in self._units:
             unit.reshard()
 
     def _switch(self, *, sums: bool) -> None:
         self._fsdp.set_is_last_backward(sums)
         self._fsdp.set_reshard_after_backward(sums)
         self._fsdp.set_requires_gradient_sync(sums)
-
-    def _units(self) -> Iterator[Any]:
-        return (module for module in self._model.modules() if isinstance(module, FSDPModule))
 
 
 def parameter_groups(state: Any) -> list[Any]:
