@@ -64,14 +64,12 @@ class Report:
             others.
         seed: the rank's own random seed; the group takes the first rank's.
         digest: stands for ``items`` where they were left out.
-        modes: the training mode of every module, where one rank's are taken; need not be equal.
     """
 
     error: str | None = None
     items: tuple[tuple[str, str], ...] = ()
     seed: int = 0
     digest: str = ""
-    modes: tuple[bool, ...] = ()
 
     def brief(self) -> Report:
         """Return what is sent as long as ranks agree: the first two items, and a digest of all."""

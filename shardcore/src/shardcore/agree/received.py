@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -48,7 +46,13 @@ def check_source(model: nn.Module, source: int, group: ProcessGroup | None) -> N
 
 
 def receive(model: nn.Module, source: int, group: ProcessGroup | None) -> None:
-    """Give ``model`` the parameters and buffers of the global rank ``source``; meta tensors become real ones."""
+    """Give ``model`` the parameters, buffers and training modes of ``source``; meta tensors become real ones.
+
+    Args:
+        model: the model.
+        source: a global rank, whose model has the same modules.
+        group: the ranks of the model, all of which make the call.
+    """
     device = torch.device(device_type_of(group))
     old: list[Tensor] = []  # kept, so that no id is used twice
     new: dict[int, Tensor] = {}
@@ -64,6 +68,9 @@ def receive(model: nn.Module, source: int, group: ProcessGroup | None) -> None:
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and id(value) in new:
                 module.__dict__[name] = new[id(value)]  # a second reference to a buffer, kept as an attribute
+    modes = torch.tensor([module.training for module in model.modules()], dtype=torch.uint8, device="cpu")
+    for module, mode in zip(model.modules(), _received(modes, source, group, device).tolist(), strict=True):
+        module.training = bool(mode)
 
 
 def _received(tensor: Tensor, source: int, group: ProcessGroup | None, device: torch.device) -> Tensor:
@@ -95,9 +102,3 @@ def _received(tensor: Tensor, source: int, group: ProcessGroup | None, device: t
         else:
             tensor.copy_(sent)
     return tensor
-
-
-def set_modes(model: nn.Module, modes: Sequence[bool]) -> None:
-    """Put every module of ``model`` into its training mode of ``modes``, in the order of ``model.modules()``."""
-    for module, mode in zip(model.modules(), modes, strict=True):
-        module.training = mode

@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardcore.agree.agreement import Report, agreement, is_alone
 from shardcore.agree.fingerprint import Item, in_words, model_items, tensor_items, training_modes, versions
-from shardcore.agree.received import check_source, receive, set_modes
+from shardcore.agree.received import check_source, receive
 from shardcore.apply.call_checks import compare_calls, follow_seeds
 from shardcore.apply.changes import prepared
 from shardcore.apply.errors import out_of_inference_mode, together
@@ -197,8 +196,6 @@ class ModelSharder:
         splits = config.pipeline_schedule in SPLIT_SCHEDULES
         if self._sync_from is not None:
             receive(self.model, self._sync_from, self.group)
-            source = dist.get_process_group_ranks(self.group).index(self._sync_from)
-            set_modes(self.model, own.reports[source].modes)
         self.context = ShardContext.of(
             config.mesh(),
             seed=own.reports[0].seed,
@@ -214,12 +211,8 @@ class ModelSharder:
         return self.context
 
     def _report(self, plan: ShardPlan) -> Report:
-        seed = torch.initial_seed()
-        if is_alone(self.group):
-            return Report(seed=seed)
-        one_source = self._sync_from is not None
-        modes = tuple(module.training for module in self.model.modules()) if one_source else ()
-        return Report(items=tuple(self._items(plan)), seed=seed, modes=modes)
+        items = () if is_alone(self.group) else self._items(plan)
+        return Report(items=tuple(items), seed=torch.initial_seed())
 
     def _items(self, plan: ShardPlan) -> Iterator[Item]:
         """Yield everything that ranks have to hold alike, so that the first difference explains the others."""
