@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pipes import LAYERS, close, engine, labelled, pipeline, whole_step
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardcore
 from shardcore.api import shard
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.pipeline import SCHEDULES, micro_batches
+from shardcore.pipeline import SCHEDULES, Boundary, StageMetadata, micro_batches
 from shardcore.pipeline.ranks import PipelineRanks
+from shardcore.pipeline.schedules import forward_only
 from shardcore.plan import Stages
 from shardcore.policy import Policy
 from shardcore.styles import replicate, sequence
@@ -318,6 +321,36 @@ def test_outputs_travel_where_the_group_is():
     finally:
         dist.destroy_process_group()
     assert found == {**out, "inside": None}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_send_and_receive_in_evaluations_in_one_order(monkeypatch, schedule, count, world):
+    """Two ranks may share one communicator for both directions, and its batches wait for each other."""
+    plan = SCHEDULES[schedule]
+    number = 2 * world if plan.looped else world
+    ranks, form = plan.ranks(number, world), torch.empty(1, device="meta")
+    boundaries = [Boundary(block=str(n), places=(0,), values=(form,)) for n in range(1, number)]
+    metadata = StageMetadata(outputs={}, boundaries=tuple(boundaries), missing=())
+    monkeypatch.setattr(dist, "P2POp", lambda way, tensor, group, group_peer: (way is dist.isend, group_peer))
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: sent.append(batch) or [])
+    asked, ran = {}, []
+
+    def run(stage, metadata, number, arrived):
+        ran.append((stage.index, number))
+        return (torch.ones(1),)
+
+    for rank in range(world):
+        asked[rank] = sent = []
+        stages = [SimpleNamespace(index=n) for n, of in enumerate(ranks) if of == rank]
+        failure = forward_only(run, stages, range(count), metadata, ranks=ranks, group=None, device="cpu")
+        assert failure is None
+    assert sorted(ran) == [(stage, n) for stage in range(number) for n in range(count)]
+    for one, other in itertools.combinations(range(world), 2):
+        here = [sorted(sends for sends, peer in batch if peer == other) for batch in asked[one]]
+        there = [sorted(not sends for sends, peer in batch if peer == one) for batch in asked[other]]
+        assert [batch for batch in here if batch] == [batch for batch in there if batch]
 
 
 def repointed(options: dict[str, Any]) -> None:

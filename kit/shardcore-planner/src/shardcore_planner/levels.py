@@ -31,7 +31,8 @@ def rank_estimate(
     level = Counter({kind: seen["base", kind] for kind in KINDS})
     level["activations"] += buffers
     level, phase, at_peak = levels.highest(level, order)
-    flying = in_flight(order) if trains else Counter({-1: number})
+    waiting = number if len(stages) > 1 else 1  # in an evaluation, for the next stage of the rank
+    flying = in_flight(order) if trains else Counter({-1: waiting})
     return RankEstimate(
         rank=rank,
         stages=stages,

@@ -183,9 +183,9 @@ class _Run:
             return (self._call.loss(out) * (1 / len(self._feed)),) if self._trains else ()
 
         arrived = self._arrives[position][number] if stage.index else []
-        self._left[position, number] = StageModule(run, stage.parameters, begins=not stage.index)(
-            *arrived, number=number
-        )
+        left = StageModule(run, stage.parameters, begins=not stage.index)(*arrived, number=number)
+        if self._trains or len(self._engine.stages) > 1:  # else it is gone when it was sent
+            self._left[position, number] = left
 
     def _backward(self, position: int, number: int) -> None:
         left = self._left.pop((position, number))

@@ -5,7 +5,7 @@ torch's own ``schedule.eval`` runs neither stages that lie in a V nor fewer micr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -73,7 +73,9 @@ def forward_only(
 ) -> BaseException | None:
     """Run all micro-batches through all stages; a rank has all of them at a stage before it goes to its next one.
 
-    A rank that fails sends zeros from then on, so that nobody waits for it.
+    What ranks send and receive at a time is one batch on all of them: NCCL runs what two ranks exchange, in either
+    direction, in the order in which each of them asks for it. A rank that fails sends zeros from then on, so that
+    nobody waits for it.
 
     Args:
         run: runs a stage.
@@ -87,32 +89,45 @@ def forward_only(
     Returns:
         The first exception of this rank; None if there was none.
     """
-    me, failure, sends = dist.get_rank(group), None, []
-    kept: dict[tuple[int, int], list[Tensor]] = {}
-    for stage in stages:
-        before, after = stage.index - 1, stage.index + 1
-        for number in numbers:
-            arrived = kept.pop((stage.index, number), [])
-            if stage.index and ranks[before] != me:
-                arrived = [torch.empty_like(form, device=device) for form in metadata.boundaries[before].values]
-                for tensor in arrived:
-                    dist.recv(tensor, group=group, group_src=ranks[before])
-            leaving: tuple[Tensor, ...] = ()
-            if failure is None:
-                try:
-                    leaving = run(stage, metadata, number, arrived)
-                except BaseException as error:
-                    failure = error
-            if stage.is_last:
-                continue
-            if failure is not None:
-                leaving = filled(metadata.boundaries[stage.index].values, device, 0)
-            if ranks[after] == me:
-                kept[after, number] = list(leaving)
-            else:
-                own = [tensor.contiguous() for tensor in leaving]
-                sends += [(dist.isend(tensor, group=group, group_dst=ranks[after]), tensor) for tensor in own]
-    for work, _ in sends:  # which holds its tensor until it is gone
-        if work is not None:
+    own, failure = {stage.index: stage for stage in stages}, None
+    arrived: dict[tuple[int, int], list[Tensor]] = {}
+    for running in _turns(ranks, numbers):
+        travels: list[dist.P2POp] = []
+        for index, number in running:
+            after = index + 1
+            forms = metadata.boundaries[index].values if after < len(ranks) else ()
+            if index in own:
+                leaving: Sequence[Tensor] = ()
+                if failure is None:
+                    try:
+                        leaving = run(own[index], metadata, number, arrived.pop((index, number), []))
+                    except BaseException as error:
+                        failure = error
+                if failure is not None:
+                    leaving = filled(forms, device, 0)
+                if after in own:
+                    arrived[after, number] = list(leaving)
+                elif after < len(ranks):
+                    sent = [tensor.contiguous() for tensor in leaving]
+                    travels += [dist.P2POp(dist.isend, t, group=group, group_peer=ranks[after]) for t in sent]
+            elif after in own:
+                got = arrived[after, number] = [torch.empty_like(form, device=device) for form in forms]
+                travels += [dist.P2POp(dist.irecv, t, group=group, group_peer=ranks[index]) for t in got]
+        for work in dist.batch_isend_irecv(travels) if travels else ():
             work.wait()
     return failure
+
+
+def _turns(ranks: Sequence[int], numbers: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Yield what all ranks run at a time, by stage and micro-batch: each its next one, if that was sent before.
+
+    Args:
+        ranks: the rank of each stage.
+        numbers: of the micro-batches.
+    """
+    left = {me: [(n, number) for n, rank in enumerate(ranks) if rank == me for number in numbers] for me in {*ranks}}
+    ready = {(0, number) for number in numbers}
+    while any(left.values()):
+        running = [todo.pop(0) for todo in left.values() if todo and todo[0] in ready]
+        ready |= {(stage + 1, number) for stage, number in running}
+        yield running
