@@ -230,7 +230,7 @@ def shardcore_before_shard(model: nn.Module, plan: ShardPlan) -> None:
 
     Args:
         model: the unsharded model.
-        plan: what will be done to it (`plan.steps` is empty where one rank is alone).
+        plan: what will be done to it (where one rank is alone, `plan.steps` has only those that split nothing).
     """
 
 

@@ -41,7 +41,7 @@ def to_data(value: Any) -> Any:
         return [str(value.dtype), list(value.shape), None if value.is_meta else value.detach().cpu().tolist()]
     if callable(value):
         return _callable_data(value)
-    # Any other value (a config object, a tensor) is known by its type: addresses differ between processes.
+    # Any other value (a config object) is known by its type: addresses differ between processes.
     return to_data(type(value))
 
 
