@@ -72,6 +72,14 @@ def test_a_client_that_cannot_be_imported_is_named(fresh):
         clients.attached_to(nn.Linear(2, 2))
 
 
+def test_two_clients_for_one_library_are_named(fresh):
+    for name in ("their-client", "another-client"):
+        module = name.replace("-", "_")
+        install_entries(fresh, name, clients.GROUP, {"two_libraries": module}, {module: ""})
+    with pytest.raises(ConfigError, match="another-client and their-client each have a client for two_libraries"):
+        clients.client_of("two_libraries")
+
+
 def test_what_is_not_installed_is_named_with_its_line(monkeypatch, tmp_path):
     monkeypatch.setattr(clients, "_offered", dict)
     with pytest.raises(
@@ -108,7 +116,7 @@ def test_a_loader_that_cannot_be_imported_is_told(monkeypatch):
     def broken(library):
         raise ConfigError(f"the client for {library} cannot be imported")
 
-    monkeypatch.setattr(clients, "_offered", lambda: {"a_library": None})
+    monkeypatch.setattr(clients, "_offered", lambda: {"a_library": []})
     monkeypatch.setattr(clients, "client_of", broken)
     with pytest.raises(ConfigError, match=r"the client for .* cannot be imported"):
         clients.loader_of("Around")

@@ -14,6 +14,8 @@ An entry point has the name by which the library is imported, and names a module
     the names of its classes that look at more than single elements
 ``captured()``
     the lists in which the library keeps, in the forward that is running, what hooks have seen inside of blocks
+``CONTEXT``
+    how the attention of its models is divided over ``cp``: a `shardcore.nn.context.shard.DividedAttention`
 ``INSTEAD_OF_CHANGING``
     what to do instead of putting modules of the library into a sharded model, in words
 ``POLICY``
@@ -76,24 +78,28 @@ class Attached(ModelPhase):
 
 
 @functools.cache
-def _offered() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+def _offered() -> dict[str, list[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=GROUP):
+        found.setdefault(entry.name, []).append(entry)
+    return found
 
 
 def client_of(library: str) -> ModuleType | None:
     """Return the module of the client for a library, None if none is installed.
 
     Raises:
-        ConfigError: it cannot be imported.
+        ConfigError: it cannot be imported, or several distributions have one.
     """
-    entry = _offered().get(library)
-    if entry is None:
+    if not (entries := _offered().get(library)):
         return None
+    homes = " and ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in entries))
+    if len(entries) > 1:
+        raise ConfigError(f"{homes} each have a client for {library}; leave one of them installed")
     try:
-        return cast("ModuleType", attempt(entry.load, f"importing {entry.value}"))
+        return cast("ModuleType", attempt(entries[0].load, f"importing {entries[0].value}"))
     except Exception as error:
-        home = entry.dist.name if entry.dist else entry.value
-        raise ConfigError(f"{home}, the client for {library}, cannot be imported: {in_one_line(error)}") from error
+        raise ConfigError(f"{homes}, the client for {library}, cannot be imported: {in_one_line(error)}") from error
 
 
 def loader_of(model_class: type[Any] | str) -> Callable[..., Any] | None:
