@@ -268,7 +268,7 @@ class RuleScope(Scope):
         self.builder.refusals.append(Problem(where=self.name(""), rule=self.rule.text, what=what, todo=todo))
 
 
-def absence(module: nn.Module, suffix: str) -> str:
+def absence(module: nn.Module, suffix: str, wanted: str = "submodule") -> str:
     """Say where the way to the submodule ``suffix`` ends, and how it could go on."""
     *parts, last = dotted(suffix).split(".")
     way = []
@@ -280,4 +280,4 @@ def absence(module: nn.Module, suffix: str) -> str:
         way.append(part)
     owner = f"{type(module).__name__} ({'.'.join(way)})" if way else type(module).__name__
     names = ", ".join(name for name, _ in module.named_children()) or "none"
-    return f"{owner} has no submodule {last!r}; its children are {names}"
+    return f"{owner} has no {wanted} {last!r}; its children are {names}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardcore.compile.builder import PlanBuilder
+from shardcore.compile.builder import PlanBuilder, absence
 from shardcore.errors import Problem
 from shardcore.nn import ReplicatedLayout
 from shardcore.nn.outputs import CAPTURED
@@ -68,21 +68,17 @@ def _twice(stages: Stages, rule: str) -> Iterator[Problem]:
 
 def _find(model: nn.Module, name: str, *, optional: bool) -> tuple[object, tuple[str, str] | None]:
     """Return what ``name`` is in the model, None if the model leaves it out, and what is wrong with it."""
-    owner: str = ""
     value: Any = model
     parts = name.split(".")
     for end, part in enumerate(parts, 1):
         leaf = end == len(parts)
-        place, value = value, getattr(value, part, _MISSING)
+        value = getattr(value, part, _MISSING)
         if value is None or (value is _MISSING and optional and leaf):
             return None, None
         if not isinstance(value, nn.Module | Tensor if leaf else nn.Module):
-            shown = f"{type(place).__name__} ({owner})" if owner else type(place).__name__
-            children = ", ".join(child for child, _ in place.named_children()) or "none"
-            what = f"{shown} has no {'submodule or parameter' if leaf else 'submodule'} {part!r}; its children are "
+            what = absence(model, name, "submodule or parameter" if leaf else "submodule")
             todo = "correct the name for this version of the model; if some models of the class lack it, name it in "
-            return None, (what + children, todo + "Stages(optional=...) too")
-        owner = f"{owner}.{part}" if owner else part
+            return None, (what, todo + "Stages(optional=...) too")
     return value, None
 
 

@@ -12,7 +12,7 @@ from shardcore.compile.builder import Part, PlanBuilder, Rules, absence, matches
 from shardcore.errors import NoPolicyError, ShardcoreError
 from shardcore.plan import Stages
 from shardcore.policy import Policy
-from shardcore.styles._finding import is_in
+from shardcore.styles._finding import is_in, names_of
 from shardcore.styles.models import DelegateRule
 
 #: Returns the policy for a class of models, and the distribution and version that it comes from.
@@ -134,7 +134,7 @@ def joined_stages(builder: PlanBuilder, parts: Sequence[Part]) -> Stages | None:
         if not isinstance(stages, Stages) or not any(_under(part.path, name) in by_path for name in stages.lists):
             return stages
         pieces = [by_path.get(_under(part.path, name), name) for name in stages.lists]
-        found: dict[str, list[str]] = {name: list(_names(getattr(stages, name))) for name in _ORDER}
+        found: dict[str, list[str]] = {name: list(names_of(getattr(stages, name))) for name in _ORDER}
         found["blocks"] = []
         for place, piece in enumerate(pieces):
             if isinstance(piece, str):
@@ -151,17 +151,13 @@ def joined_stages(builder: PlanBuilder, parts: Sequence[Part]) -> Stages | None:
             for name in _ORDER:
                 first, last = name == "first" and place > 0, name == "last" and place < len(pieces) - 1
                 target = "between" if first or last else name
-                found[target] += _names(getattr(moved, name))
+                found[target] += names_of(getattr(moved, name))
         return replace(stages, **{name: tuple(names) for name, names in found.items()})
 
     return joined(parts[0])
 
 
 _ORDER = ("first", "blocks", "between", "last", "everywhere", "optional")
-
-
-def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _prefix(path: str) -> str:
