@@ -101,9 +101,10 @@ class OutputGatherer(ParallelMixin):
             args, kwargs = self._return_dict.named(args, kwargs)
         out = super().forward(*args, **kwargs)
         self._refuse_forgotten(out)
-        channel, tokens = self._shard_context.channel.exact, self._captured_tokens
+        tokens = self._captured_tokens
         for name, dim, size in self._dims:
             if captured := _named(out).get(name):  # each None where an attention implementation returns no weights
+                channel = self._shard_context.channel.exact
                 out[name] = tuple(None if t is None else gather_from_tp(t, channel, dim, size) for t in captured)
         if tokens is not None:
             for name in self._by_tokens:

@@ -114,8 +114,9 @@ class SoleRegion(Region):
             return member.product(enter_region(x, context.channel, tokens, _WHERE))
         if tokens is not None and length is not None:
             tokens.expect(x, tokens.local, _WHERE)
-        for parameter in member.own_parameters:
-            expect_dtensor(parameter)
+        expect_dtensor(member.weight)
+        if member.bias is not None:
+            expect_dtensor(member.bias)
         out: Tensor = _EnteredLinear.apply(  # type: ignore[no-untyped-call]  # untyped in torch
             context, length, member.transposed, x, member.weight, member.bias
         )
