@@ -112,13 +112,13 @@ def _try_product(
         for leading in _LEADING:
             with _quiet():
                 x, weight, bias = _drawn((*leading, inputs), sizes, (outputs,), dtype=dtype)
-                module, watched = _watched(cls, {**numbers, "weight": weight, "bias": bias if with_bias else None})
+                module, causes = _watched(cls, {**numbers, "weight": weight, "bias": bias if with_bias else None})
                 try:
                     got = module.forward(x)
                 except Exception as error:
-                    return watched.cause or f"it raised {type(error).__name__}: {' '.join(str(error).split())}"
-                if watched.cause:
-                    return watched.cause
+                    return causes[0] if causes else f"it raised {type(error).__name__}: {' '.join(str(error).split())}"
+                if causes:
+                    return causes[0]
                 wanted = F.linear(x, weight.t() if transposed else weight, bias if with_bias else None)
                 own = (x, weight, bias) if with_bias else (x, weight)
                 if cause := _difference(got, wanted, own, bound):
@@ -164,33 +164,21 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class _Watch:
-    """What a module under trial has read that it may not."""
-
-    def __init__(self, known: dict[str, Any]) -> None:
-        self.known = known
-        self.cause: str | None = None
-
-
-class _ForbiddenError(Exception):
-    """The module read what a product does not depend on."""
-
-
-def _watched(cls: type[nn.Module], state: dict[str, Any]) -> tuple[nn.Module, _Watch]:
-    """Return a module of the class that has ``state`` and nothing else, and notes what else is read."""
-    watch = _Watch(state)
+def _watched(cls: type[nn.Module], state: dict[str, Any]) -> tuple[nn.Module, list[str]]:
+    """Return a module of the class that has ``state`` and nothing else, and what will have been read besides."""
+    causes: list[str] = []
 
     def read(self: nn.Module, name: str) -> Any:
-        if name in watch.known:
-            return watch.known[name]
+        if name in state:
+            return state[name]
         found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
         if name != "__class__" and not isinstance(found, types.FunctionType):
-            watch.cause = watch.cause or f"it reads {name!r} too"
-            raise _ForbiddenError(name)
+            causes.append(f"it reads {name!r} too")
+            raise RuntimeError(name)  # an AttributeError would be taken for an attribute that is not there
         return object.__getattribute__(self, name)
 
     made: Any = type(cls.__name__, (cls,), {"__getattribute__": read})
-    return object.__new__(made), watch
+    return object.__new__(made), causes
 
 
 def lookup_problem(module: nn.Embedding) -> str | None:
@@ -226,11 +214,21 @@ def _try_lookup(module: nn.Embedding, shape: tuple[int, ...], *, training: bool)
             return torch.ones((*input.shape, self.embedding_dim), dtype=dtype, device="cpu").requires_grad_()
 
     made: Any = type(type(module).__name__, (type(module), Lookup), {})
+    table = module.weight
+    described = types.SimpleNamespace(  # of which only the description may be asked
+        dtype=dtype,
+        shape=table.shape,
+        ndim=table.ndim,
+        requires_grad=table.requires_grad,
+        device=torch.device("cpu"),
+        size=table.size,
+        dim=table.dim,
+    )
     tried = object.__new__(made)
     tried.__dict__.update(vars(module))
     tried.__dict__.update(
         training=training,
-        weight=_Described(module.weight),
+        weight=described,
         _parameters={},
         _modules={},
         _buffers={name: b if b is None else torch.ones_like(b, device="cpu") for name, b in module._buffers.items()},
@@ -241,20 +239,3 @@ def _try_lookup(module: nn.Embedding, shape: tuple[int, ...], *, training: bool)
         except Exception as error:
             return f"with another table it raised {type(error).__name__}: {' '.join(str(error).split())}"
     return None if calls else "it does not call it"
-
-
-class _Described:
-    """Stands for a table, of which only the description may be asked."""
-
-    def __init__(self, table: Tensor) -> None:
-        self.dtype, self.shape, self.ndim = table.dtype, table.shape, table.ndim
-        self.requires_grad = table.requires_grad
-        self.device = torch.device("cpu")
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the size of the whole table, or of one dim."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """Return the number of dims."""
-        return self.ndim
