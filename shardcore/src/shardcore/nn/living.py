@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardcore._torch import FakeTensor
@@ -27,7 +26,7 @@ def add(module: nn.Module, at_end: Callable[[], None]) -> None:
     if not is_living(module):
         _MODELS[id(module)] = module
         # Runs where the model is freed, in any thread.
-        weakref.finalize(module, lambda: None if _any() else at_end()).atexit = False
+        weakref.finalize(module, lambda: None if any(True for _ in _MODELS.values()) else at_end()).atexit = False
 
 
 def is_living(module: nn.Module) -> bool:
@@ -44,17 +43,7 @@ def owns(*tensors: Any) -> bool:
 def lies_on_a_mesh(tensor: DTensor) -> bool:
     """Tell whether the parameters of a living model lie on the mesh of ``tensor``, as what is computed from them."""
     mesh = spec_of(tensor).mesh
-    seen: set[DeviceMesh] = set()
-    for each in _tensors():
-        if (own := spec_of(each).mesh) not in seen:
-            if own == mesh:
-                return True
-            seen.add(own)
-    return False
-
-
-def _any() -> bool:
-    return any(True for _ in _MODELS.values())
+    return any(spec_of(each).mesh == mesh for each in _tensors())
 
 
 def _tensors() -> Iterator[DTensor]:

@@ -98,21 +98,12 @@ def _is_alias(tensor: DTensor, value: Tensor) -> bool:
     return same and one.dtype == other.dtype and one.stride() == other.stride()
 
 
-_aten = torch.ops.aten
-
 #: Everything random in place; no step of a training draws into a DTensor.
-_DRAWS = (
-    _aten.bernoulli_.float,
-    _aten.bernoulli_.Tensor,
-    _aten.cauchy_.default,
-    _aten.exponential_.default,
-    _aten.geometric_.default,
-    _aten.log_normal_.default,
-    _aten.normal_.default,
-    _aten.random_.default,
-    getattr(_aten.random_, "from"),
-    _aten.random_.to,
-    _aten.uniform_.default,
+_DRAWS = tuple(
+    getattr(operation, overload)
+    for name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+    for operation in (getattr(torch.ops.aten, name),)
+    for overload in operation.overloads()
 )
 
 
