@@ -92,16 +92,12 @@ class SameInputs(ParallelMixin):
             AgreementError: they do not; on every rank.
             MissingRanksError: some ranks do not call it within the timeout of the process group.
         """
-        if torch.compiler.is_compiling() or backward_task() != -1 or self._is_open():
-            return super().__call__(*args, **kwargs)
-        self._open(args, kwargs)
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            self._inputs_open.clear()
+        return self._within(super().__call__, args, kwargs)
 
-    def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a call, after comparing what it is called with if it is due."""
+    def _within(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function``, which calls the model, after comparing what it is called with if it is due."""
+        if torch.compiler.is_compiling() or backward_task() != -1 or self._is_open():
+            return function(*args, **kwargs)
         number, kind = self._inputs_calls, (self.training, torch.is_grad_enabled())
         self._inputs_open.append(threading.get_ident())
         own = self.__dict__
@@ -109,10 +105,10 @@ class SameInputs(ParallelMixin):
         try:
             if _is_due(number, self._inputs_every) or kind != self._inputs_kind:
                 self._compare(args, kwargs)
-        except BaseException:
+            own["_inputs_kind"] = kind
+            return function(*args, **kwargs)
+        finally:
             self._inputs_open.clear()
-            raise
-        own["_inputs_kind"] = kind
 
     def _is_open(self) -> bool:
         """Tell whether this is within a call, or a comparison, that has begun already.
@@ -184,13 +180,7 @@ class SameInputsOfModel(SameInputs):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward; see `__call__`."""
-        if torch.compiler.is_compiling() or backward_task() != -1 or self._is_open():
-            return super().forward(*args, **kwargs)
-        self._open(args, kwargs)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self._inputs_open.clear()
+        return self._within(super().forward, args, kwargs)
 
 
 def compare_inputs(modules: Sequence[nn.Module], every: int, checksum: Callable[[Tensor], str], meet: Meet) -> None:
