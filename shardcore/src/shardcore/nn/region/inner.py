@@ -148,7 +148,7 @@ class InnerRegion(Region):
                 module.register_forward_hook(self._with_output)
 
     @override
-    def _fork(self) -> None:
+    def _fork(self, *, once: bool = False) -> None:
         if not torch.compiler.is_compiling():
             self.context.random.drop(id(self))  # of a call that was cut short
 
@@ -173,13 +173,5 @@ class InnerRegion(Region):
                 f"{type(x).__name__}; wanted one tensor. Correct enter= of the region in the policy"
             )
         if self.sequence is None or self.sequence.length is None:
-            self._fork_once()
+            super()._fork(once=True)
         return copy_to_tp(x, self.context.channel) if torch.is_grad_enabled() else x
-
-    def _fork_once(self) -> None:
-        random, compiling = self.context.random, torch.compiler.is_compiling()
-        live = self._dropouts is not None and (self._dropouts.live() or (not compiling and random.in_use))
-        if not compiling:
-            self._is_forked = live
-        if live:
-            random.fork(id(self), once=True)

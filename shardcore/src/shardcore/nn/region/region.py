@@ -109,10 +109,6 @@ class _Open:
         return calls if self._task == backward_task() else []
 
 
-def _is_readable(parameter: Tensor) -> bool:
-    return gathered_part(parameter) is not None
-
-
 _OF_TOKENS = Flow(GradPlacement.VARYING, GradPlacement.VARYING, parameters=1, group="region", edge="enters")
 
 
@@ -284,8 +280,8 @@ class Region:
         return self._argument.changed(args, kwargs, self._enter)
 
     def _read(self) -> None:
-        ready = [member for member in self._sharing if _is_readable(member.weight)]
-        beside = [m for m in self._beside if all(map(_is_readable, m._shard_parameters))]
+        ready = [member for member in self._sharing if gathered_part(member.weight) is not None]
+        beside = [m for m in self._beside if all(gathered_part(p) is not None for p in m._shard_parameters)]
         others = [m._shard_parameters for m in beside]
         found = read_together(self.context, ready, others)
         for member, parameters in zip(ready, found, strict=False):
@@ -305,19 +301,18 @@ class Region:
         self._is_forked = False
         self.context.random.join(id(self))
 
-    def _fork(self) -> None:
+    def _fork(self, *, once: bool = False) -> None:
         if self._dropouts is None:
             return
-        random = self.context.random
-        if torch.compiler.is_compiling():
-            if self._dropouts.live():
-                random.fork(id(self))
-            return
-        # What draws numbers inside need not be known. Outside of the stream the user's generators would move on.
-        self._is_forked = random.in_use or self._dropouts.live()
-        if self._is_forked:
-            random.fork(id(self))
-        else:
+        random, compiling = self.context.random, torch.compiler.is_compiling()
+        # In eager mode what draws numbers inside need not be known. Outside of the stream the user's generators would
+        # move on.
+        live = (not compiling and random.in_use) or self._dropouts.live()
+        if not compiling:
+            self._is_forked = live
+        if live:
+            random.fork(id(self), once=once)
+        elif not compiling:
             random.drop(id(self))
 
     def _enter(self, x: Tensor) -> Tensor:
