@@ -32,7 +32,6 @@ from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.layout import ExchangedLayout, Layout, ReplicatedLayout, SegmentedLayout, ShardedLayout
 from shardcore.nn.linear.members import take_rows
 from shardcore.nn.linear.parallel import RowLinear
-from shardcore.nn.masks import additive, of_keys, of_queries
 from shardcore.nn.mixin import native_class
 from shardcore.nn.region.flow import has_entered
 from shardcore.nn.sequence.shard import enter_region
@@ -230,12 +229,12 @@ class SplitAttention(ParallelMixin):
         """Return both masks as what is added to the scores of this rank's heads."""
         masks = []
         if attn_mask is not None:
-            every = of_queries(self._whole(attn_mask), (q.size(0), _number(self, "num_heads"), q.size(2), keys))
+            every = _mask_of_queries(self._whole(attn_mask), (q.size(0), _number(self, "num_heads"), q.size(2), keys))
             heads = self._heads
             masks.append(every if every.size(1) == 1 else every[:, heads.start : heads.stop])
         if padding is not None:
-            masks.append(of_keys(self._whole(padding), q.size(0), keys))
-        added = [additive(mask, q.dtype) for mask in masks]
+            masks.append(_mask_of_keys(self._whole(padding), q.size(0), keys))
+        added = [_additive(mask, q.dtype) for mask in masks]
         return sum(added[1:], added[0]) if added else None
 
     def _read(self) -> tuple[tuple[Tensor, ...], Tensor | None, list[Tensor]]:
@@ -350,3 +349,42 @@ class SplitAttention(ParallelMixin):
         return gather_from_tp(
             attended, channel, 1, [len(_heads_at(self, channel.size, rank)) for rank in range(channel.size)]
         )
+
+
+def _mask_of_queries(mask: Tensor, scores: tuple[int, int, int, int]) -> Tensor:
+    """Return a mask (L, S) as (1, 1, L, S), one (B * H, L, S) as (B, H, L, S).
+
+    Raises:
+        RuntimeError: it has another shape.
+    """
+    rows, heads, queries, keys = scores
+    if mask.shape == (queries, keys):
+        return mask[None, None]
+    if mask.shape == (rows * heads, queries, keys):
+        return mask.reshape(scores)
+    wanted = f"({queries}, {keys}) or ({rows * heads}, {queries}, {keys}), which is batch * all heads"
+    raise RuntimeError(f"attn_mask has the shape {tuple(mask.shape)}; wanted {wanted}")
+
+
+def _mask_of_keys(mask: Tensor, rows: int, keys: int) -> Tensor:
+    """Return a mask (B, S), or (S) without a batch, as (B, 1, 1, S).
+
+    Raises:
+        RuntimeError: it has another shape.
+    """
+    if mask.shape not in ((rows, keys), (keys,) if rows == 1 else (rows, keys)):
+        raise RuntimeError(f"key_padding_mask has the shape {tuple(mask.shape)}; wanted ({rows}, {keys})")
+    return mask.reshape(rows, 1, 1, keys)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores: of a mask of bools, minus infinity where it is True.
+
+    Raises:
+        RuntimeError: it holds whole numbers.
+    """
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+    if not mask.is_floating_point():
+        raise RuntimeError(f"masks of attention are bool or floating, not {mask.dtype}")
+    return mask
