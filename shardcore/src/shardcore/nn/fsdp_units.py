@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -196,29 +196,23 @@ def _no_views(out: Any) -> Any:
 class InFSDPUnit(ParallelMixin):
     """The module of a unit, or one below it with parameters that the unit holds.
 
-    Both its call, since hooks may use parameters, and its forward, which may be called directly, go through the unit.
+    Both its call, since hooks may use parameters, and its forward, which may be called directly, go through the unit;
+    not those of a module below it, while it runs.
     """
 
     keeps_name: ClassVar[bool] = True
 
-    @classmethod
-    def join(cls, module: nn.Module, unit: FSDPUnit) -> Self:
-        """Turn ``module`` into this class; see `ParallelMixin.swap_class`."""
-        add_mixin(module, cls)
-        module.__dict__[_UNIT] = unit
-        return module  # type: ignore[return-value]  # its class was swapped
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with its parameters gathered, but not as the first unit that FSDP2 sees."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or ((unit := self.__dict__[_UNIT])._inside and self is not unit.module):
             return super().__call__(*args, **kwargs)
-        return self.__dict__[_UNIT].call(self, super().__call__, args, kwargs)
+        return unit.call(self, super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward; called directly, with what FSDP2 does around a call."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or ((unit := self.__dict__[_UNIT])._inside and self is not unit.module):
             return super().forward(*args, **kwargs)
-        return self.__dict__[_UNIT].run_forward(self, super().forward, args, kwargs)
+        return unit.run_forward(self, super().forward, args, kwargs)
 
     def _as_unit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # FSDP2 puts its own around this method of the unit's module, see `FSDPUnit.watch`.
@@ -263,7 +257,8 @@ def prepare_units(
     owned: set[nn.Module] = set()
     for unit in units:
         for module in _own(unit.module, owned):
-            InFSDPUnit.join(module, unit)
+            add_mixin(module, InFSDPUnit)
+            module.__dict__[_UNIT] = unit
         owned.update(unit.module.modules())
     return units
 
@@ -273,17 +268,14 @@ def _own(top: nn.Module, owned: set[nn.Module]) -> list[nn.Module]:
     if top in owned:
         return []
     others = {p for module in owned for p in module._parameters.values()}
-    found = [top]
-    for module in top.modules():
-        callable_ = type(module).forward is not nn.Module.forward
-        if (
-            module is not top
-            and module not in owned
-            and callable_
-            and any(p not in others for p in module.parameters())
-        ):
-            found.append(module)
-    return found
+    return [top] + [
+        module
+        for module in top.modules()
+        if module is not top
+        and module not in owned
+        and type(module).forward is not nn.Module.forward
+        and any(p not in others for p in module.parameters())
+    ]
 
 
 def unit_of(module: nn.Module) -> FSDPUnit | None:
