@@ -81,6 +81,9 @@ class ParallelMixin(ParallelModule):
     #: Whether one rank alone on ``tp`` has no use for it.
     plan_needs_tp: ClassVar[bool] = True
 
+    #: Whether it sums its output over the ranks, so that a region ends there.
+    plan_sums_output: ClassVar[bool] = False
+
     #: Options that a module keeps as they are -> the attribute that has them.
     kept_options: ClassVar[Mapping[str, str]] = {}
 
@@ -135,11 +138,6 @@ class ParallelMixin(ParallelModule):
     def plan_sums_gradients(cls, **options: Any) -> bool:
         """Tell whether the gradients of its parameters are right where activations are split (inside a region)."""
         return True
-
-    @classmethod
-    def plan_sums_output(cls) -> bool:
-        """Tell whether the module sums its output over the ranks, so that a region ends there."""
-        return False
 
     @classmethod
     def plan_on_split_tokens(cls, **options: Any) -> str | None:

@@ -252,6 +252,7 @@ class RowLinear(ParallelLinear):
     """
 
     option_names: ClassVar[frozenset[str]] = frozenset({"parallel_input", "used"})
+    plan_sums_output: ClassVar[bool] = True
 
     parallel_input: bool
     #: How ranks get the columns that they use; None if each uses what it holds.
@@ -294,11 +295,6 @@ class RowLinear(ParallelLinear):
         if module._parameters.get("bias") is not None:
             layouts["bias"] = ReplicatedLayout()
         return layouts
-
-    @classmethod
-    @override
-    def plan_sums_output(cls) -> bool:
-        return True
 
     @classmethod
     @override

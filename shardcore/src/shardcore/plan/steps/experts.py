@@ -60,7 +60,7 @@ class EnterExperts(Step):
                         f"it would enter again what entered the experts at {self.path}: gradients are summed twice",
                         "name its linears by shared_col= and shared_row= of experts()",
                     )
-                elif any(kind.plan_sums_output() for _, kind in step.mixins):
+                elif any(kind.plan_sums_output for _, kind in step.mixins):
                     yield step.problem(
                         f"its output would be summed before {self.path}, which sums all that its experts return",
                         "name its linears by shared_col= and shared_row= of experts()",
