@@ -8,17 +8,17 @@ from packages import AROUND, files_of
 #: Room of the core -> the most lines. Files beside the rooms are "others".
 ROOMS = {
     "agree": 790,
-    "apply": 1080,
+    "apply": 1070,
     "checkpoint": 2050,
-    "comm": 1890,
-    "compile": 1390,
+    "comm": 1880,
+    "compile": 1380,
     "config": 650,
     "fsdp": 680,
     "hooks": 310,
     "mesh": 870,
-    "nn": 8940,
+    "nn": 8840,
     "others": 2280,
-    "pipeline": 2820,
+    "pipeline": 2810,
     "plan": 1910,
     "plugins": 840,
     "policy": 310,
@@ -34,13 +34,13 @@ KITS = {
     "shardcore_trainer": 2020,
     "shardcore_cli": 880,
     "shardcore_debug": 100,
-    "shardcore_planner": 4130,
-    "shardcore_testing": 5370,
+    "shardcore_planner": 4190,
+    "shardcore_testing": 5400,
     "shardcore_scaffold": 4010,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
-CORE = 30420
-HOOKS = 20160
+CORE = 30290
+HOOKS = 20040
 OF_THE_HOOKS = ("plugins", "policy", "hooks", "styles", "plan", "compile", "apply", "nn", "comm", "mesh", "config")
 
 
