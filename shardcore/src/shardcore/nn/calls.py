@@ -48,15 +48,13 @@ def _as_call(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gathered(native: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(module, Replicated):
+            return module.run_method(native, args, kwargs)
+        return native(module, *args, **kwargs)
+
     unit = unit_of(module)
-    run = functools.partial(_with_own_parameters, native, module)
     return run(*args, **kwargs) if unit is None else unit.run(run, args, kwargs)
-
-
-def _with_own_parameters(native: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(module, Replicated):
-        return module.run_method(native, args, kwargs)
-    return native(module, *args, **kwargs)
 
 
 @contextlib.contextmanager

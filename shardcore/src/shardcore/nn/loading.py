@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardcore._torch import DTensorSpec
 from shardcore.comm.dtensor_params import local_tensor, spec_of
 from shardcore.comm.parts import part_of, split_dim
 from shardcore.errors import WrapError
@@ -73,7 +72,8 @@ class _TakeFull:
 def _fitting(given: Tensor, own: DTensor) -> Tensor:
     if not isinstance(given, DTensor):
         return part_of(given, own)
-    if given.device_mesh == own.device_mesh or not _same_part(spec_of(given), spec_of(own)):
+    alike = given.placements == own.placements and given.device_mesh.mesh.shape == own.device_mesh.mesh.shape
+    if given.device_mesh == own.device_mesh or not alike:
         return given  # torch brings it to the placements of its own
     # The same part on another mesh of the same form: that of another replica, or of an earlier process.
     local, like = local_tensor(given), spec_of(own)
@@ -118,7 +118,3 @@ def _leave_to_others(
         missing += sorted(others - state.keys())
     for name in others:
         state.pop(name, None)
-
-
-def _same_part(given: DTensorSpec, own: DTensorSpec) -> bool:
-    return given.placements == own.placements and given.mesh.mesh.shape == own.mesh.mesh.shape

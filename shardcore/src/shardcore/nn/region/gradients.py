@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -66,10 +67,8 @@ def problems(model: nn.Module, graph: Graph, wrong: list[Wrong], arguments: Mapp
 
 
 def _with_count(problem: Problem, more: int) -> Problem:
-    if not more:
-        return problem
     what = f"{problem.what} ({more} more like it, in other layers)"
-    return Problem(where=problem.where, rule=problem.rule, what=what, todo=problem.todo)
+    return dataclasses.replace(problem, what=what) if more else problem
 
 
 class _Names:
