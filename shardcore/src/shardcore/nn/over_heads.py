@@ -79,7 +79,8 @@ class NormOverHeads(ParallelMixin):
         new = super().swap_class(module, context)
         new.__dict__["_eps"] = getattr(module, eps)
         new.__dict__["_rows"] = used[context.rank]
-        new.__dict__["_counted"] = _first_uses(used, context.rank, _weight(module).numel())
+        counted = _first_uses(used, context.rank, _weight(module).numel())
+        new.__dict__["_counted"] = None if counted is None else counted.to(context.device)
         return new
 
     def forward(self, hidden_states: Tensor) -> Tensor:
