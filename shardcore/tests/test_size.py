@@ -16,7 +16,7 @@ ROOMS = {
     "fsdp": 680,
     "hooks": 310,
     "mesh": 870,
-    "nn": 8840,
+    "nn": 8830,
     "others": 2280,
     "pipeline": 2810,
     "plan": 1910,

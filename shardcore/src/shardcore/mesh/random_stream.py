@@ -246,7 +246,10 @@ class RandomStream:
             generator.manual_seed(seed)
 
     def _read(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
+        states = []
+        for generator in self._generators:  # in each call of a model: a comprehension would be a call more
+            states.append(generator.get_state())
+        return states
 
     def _write(self, states: Sequence[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):

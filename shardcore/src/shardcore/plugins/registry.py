@@ -128,7 +128,8 @@ class Registry:
             NoPolicyError: no loaded pack serves the class.
         """
         for base in cls.__mro__:
-            offers = [offer for offer in self._offers.get(full_name(base), ()) if is_met(offer[0].requires)]
+            offers = self._offers.get(full_name(base), ())
+            offers = [offer for offer in offers if offer[0].requires is None or is_met(offer[0].requires)]
             if not offers:
                 continue
             best = _highest(offers)
