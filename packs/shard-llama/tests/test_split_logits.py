@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 
-from shardcore.errors import NotSupportedError
+from shardcore.errors import NotSupportedError, WrapError
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close, assert_same_gradients
 
@@ -64,6 +64,16 @@ def _losses(chunk, vocabulary, tied):
         (3 * wanted.loss).backward()
         (3 * got.loss).backward()
     assert_same_gradients(reference, sharded)
+
+
+def _head_replaced():
+    reference, sharded = _pair(5)
+    with pytest.raises(WrapError, match="functional_call with whole tensors"):
+        torch.func.functional_call(sharded, {"lm_head.weight": reference.lm_head.weight}, (), batch(reference))
+
+
+def test_a_whole_head_in_its_place_is_refused(pool):
+    pool.run(_head_replaced, world=2)
 
 
 @pytest.mark.nightly

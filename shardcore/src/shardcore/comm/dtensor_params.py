@@ -166,11 +166,14 @@ class _ReadPartial(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         own = {i: g for i, g in enumerate(grads) if g is not None}
-        parts = map(owned, own.values()) if ctx.deferred else all_reduce_bucket(list(own.values()), ctx.channel)
+        # A plain tensor that somebody put in a parameter's place cannot say that its gradient is partial.
+        late = [i for i in own if ctx.deferred and ctx.specs[i] is not None]
+        now = [i for i in own if i not in late]
         out: list[Tensor | None] = [None] * len(grads)
-        for i, part in zip(own, parts, strict=True):
-            spec = ctx.specs[i]
-            out[i] = with_spec(part, partial_spec(spec) if ctx.deferred and spec is not None else spec)
+        for i in late:
+            out[i] = with_spec(owned(own[i]), partial_spec(ctx.specs[i]))
+        for i, part in zip(now, all_reduce_bucket([own[i] for i in now], ctx.channel), strict=True):
+            out[i] = with_spec(part, ctx.specs[i])
         return None, None, *out
 
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from shardcore.comm.collectives import chunk_bounds, gather_from_tp
+from shardcore.comm.dtensor_params import expect_dtensor
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
 from shardcore.nn.arguments import Argument
@@ -54,6 +55,8 @@ class VocabHead(ColumnLinear):
                 "the head to the fully_shard of the model, as shard(dp=...) does."
             )
         if self.keeps_split and self.chunk is not None:
+            for parameter in self.own_parameters:  # which the loss multiplies with as they are
+                expect_dtensor(parameter)
             x = input if self.sole_region is None else self.sole_region.enter(input)
             return LazyLogits(x, self._vocabulary, self, self.chunk)
         return self.finish(self.local(input))
