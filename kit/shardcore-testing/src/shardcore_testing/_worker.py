@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # while there is no process group: that of its import is the default of its functions
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not in the stubs
 
 from shardcore.mesh.axes import accelerator, forget_shared, shared_groups
