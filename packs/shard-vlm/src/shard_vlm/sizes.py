@@ -72,6 +72,15 @@ _TURNING: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 }
 _AROUND: dict[str, Any] = {"video_token_id": MARKS, "vision_start_token_id": 97, "vision_end_token_id": 98}
+#: SmolVLM is one.
+_IDEFICS3: dict[str, Any] = {
+    "tower": {"size": None},
+    "language": {"model_type": "llama"},
+    "text": "text_model",
+    "joined": {"scale_factor": 2, "use_cache": False},
+    "tokens": 1,
+    "pieces": 1,
+}
 
 #: By what the names of classes begin with: the tower and the language model, what differs in them and joins them, the
 #: tokens of an image, and the parameters that no call reads.
@@ -119,14 +128,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "joined": {"video_token_id": MARKS, "audio_token_id": 98, "tie_word_embeddings": True},
         "collectives": (2, 3),
     },
-    "Idefics3": {
-        "tower": {"size": None},
-        "language": {"model_type": "llama"},
-        "text": "text_model",
-        "joined": {"scale_factor": 2, "use_cache": False},
-        "tokens": 1,
-        "pieces": 1,
-    },
+    "Idefics3": _IDEFICS3,
     "InternVL": {
         "tower": {"model_type": "internvl_vision", "image_size": [8, 8], "patch_size": [4, 4]},
         "language": {"model_type": "qwen2"},
@@ -207,14 +209,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "collectives": (2, 4),  # one more is that of the router
         "whole": ("gate",),
     },
-    "SmolVLM": {
-        "tower": {"size": None},
-        "language": {"model_type": "llama"},
-        "text": "text_model",
-        "joined": {"scale_factor": 2, "use_cache": False},
-        "tokens": 1,
-        "pieces": 1,
-    },
+    "SmolVLM": _IDEFICS3,
 }
 
 

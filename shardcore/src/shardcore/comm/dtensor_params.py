@@ -166,14 +166,11 @@ class _ReadPartial(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         own = {i: g for i, g in enumerate(grads) if g is not None}
-        # A plain tensor that somebody put in a parameter's place cannot say that its gradient is partial.
-        late = [i for i in own if ctx.deferred and ctx.specs[i] is not None]
-        now = [i for i in own if i not in late]
+        parts = map(owned, own.values()) if ctx.deferred else all_reduce_bucket(list(own.values()), ctx.channel)
         out: list[Tensor | None] = [None] * len(grads)
-        for i in late:
-            out[i] = with_spec(owned(own[i]), partial_spec(ctx.specs[i]))
-        for i, part in zip(now, all_reduce_bucket([own[i] for i in now], ctx.channel), strict=True):
-            out[i] = with_spec(part, ctx.specs[i])
+        for i, part in zip(own, parts, strict=True):
+            spec = ctx.specs[i]
+            out[i] = with_spec(part, partial_spec(spec) if ctx.deferred and spec is not None else spec)
         return None, None, *out
 
 
@@ -225,10 +222,17 @@ def read_partial(channel: Channel, *parameters: Tensor, deferred: bool = False) 
         channel: of the tensor-parallel ranks.
         *parameters: DTensors that all of them hold alike.
         deferred: leave the gradients partial DTensors, for `shardcore.reduce_partial_gradients`.
+
+    Raises:
+        WrapError: gradients are deferred, and one of ``parameters`` that needs one is a plain tensor, which cannot say
+            that its gradient is partial. (To sum it at once would be a collective that other ranks may not make.)
     """
     if torch.compiler.is_compiling():
         # Owned after the sum: the compiler makes one of two sums of one tensor.
         return tuple(_CompiledPartial.apply(p, channel) for p in read_local(*parameters))  # type: ignore[no-untyped-call]
     if not torch.is_grad_enabled():
         return tuple(local_tensor(p) for p in parameters)
+    for parameter in parameters if deferred else ():
+        if parameter.requires_grad:
+            expect_dtensor(parameter)
     return _ReadPartial.apply(channel, deferred, *parameters)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
