@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+from packaging.version import Version
+
 from shard_llama.cases import build, decoder_cases, mixture_cases
 from shardcore_testing import Case
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.v_proj", "embed_tokens")
+#: Before it the classes below handed no logits of their routers on.
+_HANDS_ON_ROUTERS = Version(transformers.__version__) >= Version("5.23.0rc0")
 _ROUTED: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 21}
 
 
@@ -59,6 +64,7 @@ def _convolutions() -> list[Case]:
             "Lfm2Moe",
             prefix="lfm2moe_",
             build=mixture,
+            captured=_HANDS_ON_ROUTERS,
             sharded=(*split, "experts"),
             whole=("gate",),
             collectives=(2, 4),
@@ -107,6 +113,7 @@ def _state_spaces() -> list[Case]:
             prefix="granitemoehybrid_",
             usual=granite,
             build=mixture,
+            captured=_HANDS_ON_ROUTERS,
             sharded=(*split, "shared_mlp.input_linear", "experts"),
             whole=("router",),
             **fields,

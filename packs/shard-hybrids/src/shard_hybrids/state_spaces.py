@@ -73,14 +73,21 @@ def gated_norm() -> Rule:
         weight = None if module is None else module._parameters.get("weight")
         if heads is None or weight is None:
             return
-        if heads.kv % heads.ranks == 0:
+        groups = _groups(module, len(weight))
+        if groups % heads.ranks == 0:
             scope.swap("norm", HeadParameters, names=("weight",))
-        elif heads.kv == 1 and not getattr(module, "norm_before_gate", False):
+        elif groups == 1 and not getattr(module, "norm_before_gate", False):
             size = len(weight) // heads.ranks
             used = tuple(((rank * size, (rank + 1) * size),) for rank in range(heads.ranks))
             scope.swap("norm", GatedNormOverHeads, eps="variance_epsilon", used=used)
         else:
-            what = f"its norm is over each of {heads.kv} groups, of which {heads.ranks} ranks have parts"
-            scope.refuse(what, f"use a tensor_parallel_size that divides {heads.kv}")
+            what = f"its norm is over each of {groups} groups, of which {heads.ranks} ranks have parts"
+            scope.refuse(what, f"use a tensor_parallel_size that divides {groups}")
 
     return Word(text="gated_norm()", planned=plan)
+
+
+def _groups(norm: Any, features: int) -> int:
+    """Return how many groups of features have a mean of their own: Bamba's and Granite's had none before 5.23."""
+    counted: int | None = getattr(norm, "n_groups", None)
+    return features // getattr(norm, "group_size", features) if counted is None else counted
