@@ -39,6 +39,20 @@ def hidden():
     return [dataclasses.replace(kit_net.CASE, loss=lambda outputs: outputs.loss)]
 """
 
+LACKING = """
+import kit_net
+from shardcore.comm import strided
+from shardcore.policy import Word
+
+strided.torch_lacks = lambda: "torch has no such thing yet"
+
+class Policy(kit_net.NetPolicy):
+    def module_policy(self):
+        refuses = Word(text="later()", planned=lambda scope: scope.refuse(strided.torch_lacks(), "install a newer one"))
+        rules = super().module_policy()
+        return {**rules, "Net": [*rules["Net"], refuses]}
+"""
+
 PLUGIN = """
 from shardcore.hooks import PolicySpec, hookimpl
 
@@ -182,6 +196,15 @@ def test_a_plan_that_fails_is_the_only_finding(pack):
     assert result.exit_code == 1
     assert "gate_proj" in result.output
     assert result.output.splitlines()[-1].startswith("FAILED: 1 of 1 checks of Small on 2 ranks with random weights")
+
+
+def test_what_torch_lacks_is_no_model_that_was_verified(pack, tmp_path):
+    (tmp_path / "kit_lacking.py").write_text(LACKING)
+    pack("kit_lacking:Policy")
+    result = run("verified_models.Small")
+    assert result.exit_code == 1
+    assert "torch has no such thing yet" in result.output
+    assert result.output.splitlines()[-1].startswith("FAILED: 1 of 1 checks of Small")
 
 
 def test_what_cannot_be_verified_is_said(pack):

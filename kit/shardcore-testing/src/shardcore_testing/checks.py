@@ -182,7 +182,7 @@ def _on_rank(subject: Subject, name: str, notes: Path | None = None) -> list[Fin
             section.run(subject, ledger)
     except PlanError as error:
         lacks = torch_lacks(error)
-        if lacks is None or name == "plan":  # which says it once
+        if lacks is None:
             raise SectionStopped(ledger.findings()) from error
         return [Finding(check=check, state="closed", message=lacks) for check in section.checks]
     except Exception as error:

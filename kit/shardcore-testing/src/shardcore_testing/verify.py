@@ -191,9 +191,11 @@ def verify(
             if key in planless:
                 continue
             findings = examine(pool, job.subject, job.section, timeout=timeout, notes=notes)
-            done.append(dataclasses.replace(job, findings=findings))
-            if job.section == "plan" and findings[0].state == "failed":
+            if job.section == "plan" and findings[0].state != "passed":
+                # What the installed torch lacks closes a test of the pack; here it is the answer.
+                findings = [dataclasses.replace(findings[0], state="failed")]
                 planless.add(key)
+            done.append(dataclasses.replace(job, findings=findings))
     return done
 
 
