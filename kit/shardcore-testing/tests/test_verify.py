@@ -204,6 +204,7 @@ def test_what_torch_lacks_is_no_model_that_was_verified(pack, tmp_path):
     result = run("verified_models.Small")
     assert result.exit_code == 1
     assert "torch has no such thing yet" in result.output
+    assert "kit_lacking" not in sys.modules  # it changes the core, in the ranks of this call alone
     assert result.output.splitlines()[-1].startswith("FAILED: 1 of 1 checks of Small")
 
 
