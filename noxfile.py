@@ -48,7 +48,6 @@ from suites import (  # noqa: E402
     OWN,
     PACKS,
     RESULTS,
-    SOURCES,
     TESTS_AROUND,
     TORCH,
     Suite,
@@ -195,12 +194,6 @@ def core(session: nox.Session) -> None:
 def together(session: nox.Session) -> None:
     """Test all packs in one environment, the documentation and the examples."""
     _ready(session, "together", ROOT / "tests", [*_packs, *_shown, *ROOT.glob("*.md")], *_TOGETHER).run()
-
-
-@nox.session(venv_backend="none", tags=["quick"], default=False)
-def sample(session: nox.Session) -> None:
-    """Put some recorded mistakes back, of every kind, which the tests of the quick run have to notice."""
-    check(session, everything, ["python", str(ROOT / "tools" / "mutations.py"), "--sample"], sources=SOURCES)
 
 
 @nox.session(venv_backend="none", default=False)

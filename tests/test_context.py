@@ -91,6 +91,7 @@ def _same(names, fields):
         assert_same_gradients(reference, sharded)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
 @no_float32_islands()
 def test_families(pool, mode):

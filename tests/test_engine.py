@@ -36,6 +36,7 @@ FAMILIES = {
     "whisper": ("speech_to_text", {"encoder_layers": 2, "decoder_layers": 2}),
 }
 STEPS, PARTS = 5, 4
+QUICK = {"1f1b", "interleaved", "zbv"}
 
 
 def case_of(family: str) -> Any:
@@ -111,7 +112,9 @@ def trains(family: str, options: dict[str, Any]) -> None:
         torch.testing.assert_close(whole(parameter), names[name].detach(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in SCHEDULES]
+)
 def test_llama_in_every_schedule(pool, schedule):
     pool.run(trains, "llama", {"pp_size": 2, "pp_style": schedule}, world=2)
 

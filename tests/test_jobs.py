@@ -58,7 +58,7 @@ def test_the_command_of_ci_runs_tests_and_checks_and_ends_with_the_totals(tmp_pa
     assert done.returncode == status
     assert done.stdout.splitlines()[-2:] == ["summary", "7 passed, 1 failed"]
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m nox -s quick"
-    assert tagged("quick") >= {"newcomer", "sample"}
+    assert tagged("quick") >= {"newcomer", "oldest"}
     assert tagged("checks") == {"lint", "types", "docs"}
     assert tagged("tests") >= {"core", "together"}
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import mutations  # noqa: E402  # from tools/
 from mistakes import DoesNotApplyError, load  # noqa: E402  # from tools/
-from mutations import SAMPLE, main, try_all  # noqa: E402
+from mutations import main, try_all  # noqa: E402
 
 RECORD = """
 [[mutation]]
@@ -146,25 +146,6 @@ def test_what_is_recorded_names_tests_that_exist():
         for name in names:
             bare = re.sub(r"\[.*", "", name)
             assert generated or re.search(rf"^ *(?:def|class) {bare}\b", text, re.M), mutation.test
-
-
-def test_the_sample_is_of_every_kind_and_its_tests_are_in_the_quick_run():
-    folder = ROOT / "tests" / "mutations"
-    names = (folder / SAMPLE).read_text(encoding="utf-8").split()
-    assert len(set(names)) == len(names) == 60
-    kinds = {file.stem: load(folder, file.stem) for file in folder.glob("*.toml")}
-    chosen = {m.name: m for recorded in kinds.values() for m in recorded if m.name in names}
-    assert chosen.keys() == set(names)
-    for kind, recorded in kinds.items():
-        assert any(mutation.name in names for mutation in recorded), kind
-    for mutation in chosen.values():
-        path, *rest = mutation.test.split("::")
-        text = (ROOT / path).read_text(encoding="utf-8")
-        decorated = re.search(rf"((?:^ *@.*\n)*)^ *def {rest[-1].partition('[')[0]}\b", text, re.M)
-        if decorated is None:  # one of the kit's, for a case that the quick run has
-            assert "PolicyConformance" in text, mutation.test
-            continue
-        assert "nightly" not in decorated[1] + "".join(re.findall(r"^pytestmark.*", text, re.M)), mutation.test
 
 
 def test_what_is_recorded_applies_and_leaves_python():

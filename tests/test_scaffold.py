@@ -223,7 +223,10 @@ def test_it_is_found_and_explained(made):
         ("Shard_X", MODEL, "is no name of a distribution: lower-case letters, digits and single hyphens"),
         ("shard-x", "transformers.NoSuchModel", "NoSuchModel"),
         ("shard-x", "torch.nn.Identity", "--example package.module:function"),
-        ("shard-x", "transformers.BltForCausalLM", "no small BltForCausalLM could be built and called"),
+        pytest.param(
+            *("shard-x", "transformers.BltForCausalLM", "no small BltForCausalLM could be built and called"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_what_cannot_be_made_leaves_nothing_behind(tmp_path, name, model, message):

@@ -1,6 +1,6 @@
 """Puts recorded mistakes back into a copy of the workspace, one by one, and runs the test that has to notice each.
 
-``python tools/mutations.py [--list] [--check] [--only NAME ...] [--kind KIND] [--sample] [--jobs N]``. The mistakes are
+``python tools/mutations.py [--list] [--check] [--only NAME ...] [--kind KIND] [--jobs N]``. The mistakes are
 in ``tests/mutations/*.toml``, a file for each kind (see `mistakes.py`), where ``NAME`` may be a pattern such as
 ``'h6-*'``. What becomes of one:
 
@@ -11,9 +11,8 @@ in ``tests/mutations/*.toml``, a file for each kind (see `mistakes.py`), where `
     no end           the test took longer than its limit
 
 Anything but ``noticed`` fails the run. First the tests run without any mistake, those of one file together; then each
-mistake has a run of its own. ``--jobs`` runs go on at a time, in as many copies of the workspace. ``--sample`` tries
-those that ``tests/mutations/sample.txt`` names, with the options of the quick run. What torch and transformers take to
-be imported is spent once, by the processes that all runs are forked from: see `warm.py`.
+mistake has a run of its own. ``--jobs`` runs go on at a time, in as many copies of the workspace. What torch and
+transformers take to be imported is spent once, by the processes that all runs are forked from: see `warm.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 ROOT = Path(__file__).parents[1]
-SAMPLE = "sample.txt"
 POOL = Path("kit/shardcore-testing/src/shardcore_testing")
 # What most tests import, and has no mistakes.
 WARM = (
@@ -85,7 +83,6 @@ def try_all(
     *,
     limit: float = LIMIT,
     jobs: int = 1,
-    quick: bool = False,
     modules: Sequence[str] = (),
     tell: Callable[[str], object] = lambda line: None,
 ) -> Iterator[Outcome]:
@@ -96,12 +93,10 @@ def try_all(
         root: the workspace, which is not changed.
         limit: seconds for one test.
         jobs: how many runs go on at a time.
-        quick: run the tests as the quick run does.
         modules: what the processes that run tests have imported before they start.
         tell: called with a line for each run without a mistake.
     """
-    ranks = 2 if quick else 4
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder, servers(modules, ranks=ranks, env=_env()) as warm:
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder, servers(modules, ranks=4, env=_env()) as warm:
         copies = [Path(folder) / str(number) for number in range(min(jobs, len(mutations)))]
         for copy in copies:
             shutil.copytree(root, copy, ignore=_LEFT_OUT)
@@ -113,7 +108,7 @@ def try_all(
                 found.append(mutation)
             except DoesNotApplyError as error:
                 yield Outcome(mutation, "does not apply", detail=str(error))
-        runs = _Runs(copies, warm, limit, ["--quick"] if quick else [])
+        runs = _Runs(copies, warm, limit)
         green: dict[str, str] = {}
         for of_file in runs.each(_by_file(found), runs.without_mistake):
             green |= of_file
@@ -142,11 +137,10 @@ class _Runs:
         copies: the copies; in each of them one test runs at a time.
         warm: the folder of the servers that fork processes for them.
         limit: seconds for one test.
-        options: further options of pytest.
     """
 
-    def __init__(self, copies: Sequence[Path], warm: Path, limit: float, options: Sequence[str] = ()) -> None:
-        self._warm, self._options = warm, options
+    def __init__(self, copies: Sequence[Path], warm: Path, limit: float) -> None:
+        self._warm = warm
         self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for copy in copies:
             self._free.put(copy)
@@ -217,7 +211,7 @@ class _Runs:
         """
         rooms = ("shardcore", "clients/*", "kit/*", "packs/*")
         sources = [source for room in rooms for source in sorted(root.glob(f"{room}/src"))]
-        command = ["-q", "-x", "-p", "no:cacheprovider", *self._options, *tests]
+        command = ["-q", "-x", "-p", "no:cacheprovider", *tests]
         env = {**_env(), "PYTHONPATH": os.pathsep.join(map(str, sources))}
         with tempfile.TemporaryFile("w+") as file:
             to = file.fileno()
@@ -257,11 +251,7 @@ def _end(output: str) -> str:
 
 
 def _asked_for(root: Path, options: argparse.Namespace) -> list[Mutation]:
-    folder = root / "tests" / "mutations"
-    names = options.only
-    if options.sample:
-        names = [*(names or ()), *(folder / SAMPLE).read_text(encoding="utf-8").split()]
-    return _chosen(load(folder, options.kind), names)
+    return _chosen(load(root / "tests" / "mutations", options.kind), options.only)
 
 
 def _chosen(mutations: Iterable[Mutation], names: Sequence[str] | None) -> list[Mutation]:
@@ -279,7 +269,6 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--check", action="store_true", help="see whether each edit applies; run no test")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone")
     parser.add_argument("--kind", default="*", help="those of one file")
-    parser.add_argument("--sample", action="store_true", help="those of the quick run")
     parser.add_argument("--jobs", type=int, default=_cores(), help="runs at a time (default %(default)s)")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one test (default %(default)s)")
     options = parser.parse_args(arguments)
@@ -304,8 +293,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 def _tried(mutations: Sequence[Mutation], root: Path, options: argparse.Namespace) -> Iterator[Outcome]:
     tell = functools.partial(print, flush=True)
-    how = {"limit": options.limit, "jobs": options.jobs, "quick": options.sample}
-    return try_all(mutations, root, **how, modules=WARM, tell=tell)
+    return try_all(mutations, root, limit=options.limit, jobs=options.jobs, modules=WARM, tell=tell)
 
 
 @contextmanager

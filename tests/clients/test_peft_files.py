@@ -114,7 +114,7 @@ def saves_and_loads(folder: str, options: dict[str, Any], how: str) -> None:
     close(outputs(again.unload(), inputs), outputs(base(), inputs), "unloaded")
 
 
-@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("how", ["before", pytest.param("after", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 2, "dp": 2}], ids=["tp", "tp and dp"])
 def test_saving(pool, tmp_path, options, how):
     pool.run(saves_and_loads, str(tmp_path), options, how, world=2 * options.get("dp", 1))

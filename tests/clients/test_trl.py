@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 import trl  # noqa: E402  # after it is known to be there
 from packaging.version import Version  # noqa: E402
 
+from stacks import by_night  # noqa: E402  # from support/
 from trainings_by_trl import launched, refused, reward, trained, worth  # noqa: E402  # from support/
 
 #: Since then TRL multiplies with the head by itself, logs more, and evaluates each replica's batch by itself.
@@ -79,7 +80,7 @@ SFT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SFT)
+@pytest.mark.parametrize("name", by_night(SFT, but={"completions", "packed", "adapters"}))
 def test_sft(pool, tmp_path, name):
     (wanted,) = pool.run(trained, str(tmp_path / "one"), None, world=1, **SFT[name])
     moved(wanted)

@@ -50,7 +50,15 @@ def calls_alone(fields, lone):
         assert time.monotonic() - begin < 10
 
 
-@pytest.mark.parametrize(("fields", "lone"), [({"tp": 2}, 0), ({"tp": 2}, 1), ({"tp": 1, "dp": 2}, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "lone"),
+    [
+        ({"tp": 2}, 0),
+        pytest.param({"tp": 2}, 1, marks=pytest.mark.nightly),
+        pytest.param({"tp": 1, "dp": 2}, 0, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_a_rank_that_calls_alone_is_told_in_seconds(pool, fields, lone):
     said = f"called by ranks 0, 1 together, and these did not come within 1 s: {1 - lone}"
     with pytest.raises(Exception, match=said) as caught:

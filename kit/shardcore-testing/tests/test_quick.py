@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from shardcore_testing.checks import SECTIONS
+from shardcore_testing.checks_training import STEPS
 from shardcore_testing.conformance import PolicyConformance
 
 TESTS = """
@@ -118,8 +119,10 @@ def test_quick_asks_for_numbers_of_each_class_and_for_the_rest_where_it_is_new()
     assert of(first, "data parallel") == ["net-tp1", "shared-tp1"]
     # Of another family whose plan is known, the gradients and no steps.
     family = kit(case("family", build=_of_another_class))
-    assert (of(family, "accumulation"), of(family, "clipping"), of(family, "optimizer")) == (["family-tp2"], [], [])
-    assert of(first, "clipping") == of(first, "optimizer") == of(first, "gradients")
+    assert of(family, "gradients") == ["family-tp2"]
+    for check in STEPS:
+        assert not of(family, check)
+        assert of(first, check) == of(first, "gradients")
     # Another pack of the session, whose plans hold nothing new, and one that cannot be built.
     second = kit(case("same"), case("broken", build=functools.partial(_of_family, broken=True)))
     for section in SECTIONS.values():
@@ -198,8 +201,8 @@ def test_between():
 
 @pytest.mark.nightly
 def test_tests_of_one_number_of_ranks_follow_each_other(tmp_path):
-    said = _pytest(tmp_path, "--collect-only", "-q", "-k", "gradients or accumulation or between", tests=KIT)
+    said = _pytest(tmp_path, "--collect-only", "-q", "-k", "gradients or between", tests=KIT)
     collected = [line.partition("::")[2] for line in said.splitlines() if "::" in line]
     sizes = [int(name[-2]) for name in collected if "tp" in name]
-    assert sizes == [1, 1, 2, 2, 4, 4], said
+    assert sizes == [1, 2, 4], said
     assert collected[-1] == "test_between"

@@ -198,6 +198,7 @@ def test_a_plan_that_fails_is_the_only_finding(pack):
     assert result.output.splitlines()[-1].startswith("FAILED: 1 of 1 checks of Small on 2 ranks with random weights")
 
 
+@pytest.mark.nightly
 def test_what_torch_lacks_is_no_model_that_was_verified(pack, tmp_path):
     (tmp_path / "kit_lacking.py").write_text(LACKING)
     pack("kit_lacking:Policy")

@@ -64,7 +64,14 @@ def same_mesh(folder, fields, dropout, seeded):
 
 
 @pytest.mark.parametrize("seeded", [False, True])
-@pytest.mark.parametrize("fields", [{"tp": 2}, {"tp": 1, "dp": 2}, {"tp": 1, "dp": 2, "dp_replicate_size": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tp": 2},
+        pytest.param({"tp": 1, "dp": 2}, marks=pytest.mark.nightly),
+        pytest.param({"tp": 1, "dp": 2, "dp_replicate_size": 2}, marks=pytest.mark.nightly),
+    ],
+)
 def test_bit_equal_on_the_same_mesh(pool, tmp_path, fields, seeded):
     pool.run(same_mesh, str(tmp_path), fields, 0.1, seeded)
 

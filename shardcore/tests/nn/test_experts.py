@@ -151,7 +151,9 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("recomputed", [None, False, True])
+@pytest.mark.parametrize(
+    "recomputed", [None, *(pytest.param(value, marks=pytest.mark.nightly) for value in (False, True))]
+)
 @pytest.mark.parametrize("mesh", FEW)
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicas_that_visit_other_experts(pool, kind, mesh, recomputed):

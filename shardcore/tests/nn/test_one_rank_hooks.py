@@ -62,6 +62,7 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
         lambda module, args, kwargs: _copies(args, kwargs), with_kwargs=True
     ),
 }
+QUICK = {"forward pre", "full backward"}
 
 
 def _train(model: nn.Module) -> None:
@@ -94,7 +95,9 @@ def test_a_hook_on_one_rank(pool, kind, kv_heads, tokens):
     pool.run(_hooked, kind, kv_heads, tokens, world=2, timeout=120)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS]
+)
 def test_linears_that_enter_by_themselves(pool, kind):
     pool.run(_hooked, kind, 1, False, SeparatePolicy, world=2, timeout=120)
 

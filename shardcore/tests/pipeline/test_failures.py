@@ -70,7 +70,9 @@ def fails(where: str, schedule: str) -> None:
         close(names[name].grad, parameter.grad, name, scale=scale)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("interleaved", "zbv"))]
+)
 @pytest.mark.parametrize("where", ["forward", "backward", "loss", "data", "values", "no gradients"])
 def test_a_failure_of_one_rank_is_one_on_all(pool, where, schedule):
     pool.run(fails, where, schedule, world=2)

@@ -128,8 +128,8 @@ SECTIONS: Mapping[str, Section] = {
         run=checks_loading.initialisation, checks=("initialisation",), quick="layout", whole="layout"
     ),
     "saving": Section(run=checks_state.saving, checks=("save_pretrained",)),
-    "captured": Section(run=checks_state.captured, checks=("captured",), quick="signature", whole="every"),
-    "generation": Section(run=checks_random.generation, checks=("generation",), quick="signature", whole="every"),
+    "captured": Section(run=checks_state.captured, checks=("captured",), whole="every"),
+    "generation": Section(run=checks_random.generation, checks=("generation",), whole="every"),
     "sequence": Section(run=checks_sequence.sequence, checks=("sequence",)),
     "sequence modes": Section(run=checks_sequence.sequence_modes, checks=("sequence modes",), whole="signature"),
     "context": Section(
