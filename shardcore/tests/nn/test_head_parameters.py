@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -218,6 +220,24 @@ def read():
 
 def test_a_replicated_parameter_is_local_to_whoever_reads_it(pool):
     pool.run(read, world=2)
+
+
+def forgotten():
+    _, sharded = _reader(replicate("table"))
+    kept = []
+    sharded.inner.table.register_forward_hook(lambda module, args, out: kept.append(weakref.ref(out)))
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            sharded(torch.arange(5))
+        assert [found() for found in kept] == [None]
+    finally:
+        gc.enable()
+
+
+def test_what_a_reader_computes_with_does_not_wait_for_the_collector(pool):
+    pool.run(forgotten, world=2)
 
 
 class Sum(nn.Module):

@@ -109,10 +109,7 @@ SECTIONS: Mapping[str, Section] = {
         run=checks_data.experts, checks=("experts",), alone=True, replicas=2, claim="experts", quick="signature"
     ),
     "default experts": Section(
-        run=checks_experts.default_experts,
-        checks=("default experts",),
-        claim="experts",
-        quick="signature",
+        run=checks_experts.default_experts, checks=("default experts",), claim="experts", quick="signature"
     ),
     "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",)),
     "options": Section(run=checks_training.options, checks=("options",)),

@@ -239,6 +239,7 @@ def _asked_by_torch() -> bool:
         return False
     frame = inspect.currentframe()
     caller = frame and frame.f_back and frame.f_back.f_back  # of `__getattr__`
+    del frame  # which holds itself, and with it the tensors of all its callers, until the collector comes
     return caller is not None and str(caller.f_globals.get("__name__", "")).startswith("torch.distributed.")
 
 
