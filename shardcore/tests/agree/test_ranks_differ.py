@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 import shardcore
 from shardcore.errors import AgreementError, NoPolicyError, PackError
 from shardcore_testing.parity import assert_same_parameters
-from shardcore_testing.pool import WorkerPool
 
 POLICY = "from tiny import TinyPolicy\nclass ModelPolicy(TinyPolicy): pass\n"
 
@@ -163,22 +162,6 @@ def works(folders):
         return os.environ.get("PYTHONHASHSEED")
 
 
-@pytest.fixture(scope="module")
-def seeded_pool():
-    """Two ranks whose strings hash differently."""
-    with WorkerPool(size=2) as workers, pytest.MonkeyPatch.context() as monkeypatch:
-        for rank in range(2):
-            monkeypatch.setenv("PYTHONHASHSEED", str(rank + 1))
-            workers.run(hash_of_a_string, world=rank + 1)  # starts the rank that is missing
-        first, second = workers.run(hash_of_a_string, world=2)
-        assert first != second
-        yield workers
-
-
-def hash_of_a_string():
-    return hash("shardcore")
-
-
 def refused_with_order(folders):
     with installed(folders[dist.get_rank()]):
         from shard_tiny import policy
@@ -187,14 +170,14 @@ def refused_with_order(folders):
     return refused(folders), order
 
 
-def test_a_well_behaved_policy_works_with_any_hash_seed(seeded_pool, tmp_path):
+def test_a_well_behaved_policy_works_with_any_hash_seed(pool, tmp_path):
     pack(tmp_path)
-    assert seeded_pool.run(works, [tmp_path] * 2, world=2) == ["1", "2"]
+    assert pool.run(works, [tmp_path] * 2, world=2) == ["1", "2"]
 
 
-def test_rows_in_the_order_of_a_set(seeded_pool, tmp_path):
+def test_rows_in_the_order_of_a_set(pool, tmp_path):
     pack(tmp_path, policy=UNORDERED)
-    results = seeded_pool.run(refused_with_order, [tmp_path] * 2, world=2)
+    results = pool.run(refused_with_order, [tmp_path] * 2, world=2)
     message = same_error([result for result, _ in results])
     first, second = (order for _, order in results)
     names = next((a, b) for a, b in zip(first, second, strict=True) if a != b)
@@ -204,9 +187,9 @@ def test_rows_in_the_order_of_a_set(seeded_pool, tmp_path):
     assert message.endswith("A policy must not go by the order of a set, which differs with PYTHONHASHSEED.")
 
 
-def test_styles_by_the_order_of_a_set(seeded_pool, tmp_path):
+def test_styles_by_the_order_of_a_set(pool, tmp_path):
     pack(tmp_path, policy=CHOOSING)
-    results = seeded_pool.run(refused_with_order, [tmp_path] * 2, world=2)
+    results = pool.run(refused_with_order, [tmp_path] * 2, world=2)
     assert len({order[0] == "mlp" for _, order in results}) == 2, results
     message = same_error([result for result, _ in results])
     assert "differ in step " in message

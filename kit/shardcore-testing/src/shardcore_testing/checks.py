@@ -46,7 +46,7 @@ class Section:
         several: it runs on several ranks too.
         quick: what a case has to show with ``--quick`` that no earlier one of the session has: numbers, which are
             compared, a signature of its plan, a kind of step, mixin or layout (which is enough for a mechanism), or a
-            kind of layout (for what is saved and read). See `shardcore_testing.families`.
+            kind of layout (for what is the same around any block, or saved). See `shardcore_testing.families`.
         whole: the same without ``--quick``, in a pack: nothing, since what it compares is the class's own, such as a
             loss; a family or a signature; a signature; or a kind of layout.
         claim: the capability that it is about: it runs for the cases that claim it.
@@ -96,13 +96,13 @@ SECTIONS: Mapping[str, Section] = {
     "plan": Section(run=checks_plan.plan, checks=("plan",), alone=True, quick="numbers", whole="every"),
     "sizes": Section(run=checks_plan.sizes, checks=("sizes",), alone=True, several=False),
     "pipeline": Section(run=checks_pipeline.pipeline, checks=("pipeline",), alone=True, several=False),
-    "schedules": Section(run=checks_pipeline.schedules, checks=("schedules",), whole="every"),
+    "schedules": Section(run=checks_pipeline.schedules, checks=("schedules",), quick="layout", whole="every"),
     "identity": Section(run=checks_plan.identity, checks=("twin", "interface")),
     "training": Section(
         run=checks_training.training, checks=checks_training.TRAINING, alone=True, quick="numbers", whole="every"
     ),
     "one row": Section(run=checks_calls.one_row, checks=("one row",)),
-    "parts": Section(run=checks_calls.parts, checks=("parts",)),
+    "parts": Section(run=checks_calls.parts, checks=("parts",), quick="layout"),
     "inside": Section(run=checks_inside.inside, checks=("inside",)),
     "data parallel": Section(run=checks_data.data_parallel, checks=("data parallel",), alone=True, replicas=2),
     "experts": Section(
@@ -111,8 +111,8 @@ SECTIONS: Mapping[str, Section] = {
     "default experts": Section(
         run=checks_experts.default_experts, checks=("default experts",), claim="experts", quick="signature"
     ),
-    "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",)),
-    "options": Section(run=checks_training.options, checks=("options",)),
+    "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), quick="layout"),
+    "options": Section(run=checks_training.options, checks=("options",), quick="layout"),
     "checkpointing": Section(run=checks_training.recomputation, checks=("checkpointing",)),
     "communication": Section(run=checks_training.communication, checks=("communication",)),
     "dropout": Section(run=checks_random.dropout, checks=("dropout",)),
@@ -124,16 +124,18 @@ SECTIONS: Mapping[str, Section] = {
     "initialisation": Section(
         run=checks_loading.initialisation, checks=("initialisation",), quick="layout", whole="layout"
     ),
-    "saving": Section(run=checks_state.saving, checks=("save_pretrained",)),
+    "saving": Section(run=checks_state.saving, checks=("save_pretrained",), quick="layout"),
     "captured": Section(run=checks_state.captured, checks=("captured",), whole="every"),
     "generation": Section(run=checks_random.generation, checks=("generation",), whole="every"),
     "sequence": Section(run=checks_sequence.sequence, checks=("sequence",)),
-    "sequence modes": Section(run=checks_sequence.sequence_modes, checks=("sequence modes",), whole="signature"),
+    "sequence modes": Section(
+        run=checks_sequence.sequence_modes, checks=("sequence modes",), quick="layout", whole="signature"
+    ),
     "context": Section(
         run=checks_sequence.context, checks=("context",), alone=True, several=False, replicas=2, claim="context"
     ),
-    "split logits": Section(run=checks_logits.split_logits, checks=("split logits",)),
-    "refusals": Section(run=checks_plan.refusals, checks=("refusals", "closed")),
+    "split logits": Section(run=checks_logits.split_logits, checks=("split logits",), quick="layout"),
+    "refusals": Section(run=checks_plan.refusals, checks=("refusals", "closed"), quick="layout"),
 }
 
 #: Name of a check -> its section.
