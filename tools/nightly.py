@@ -107,13 +107,13 @@ for _stack, _environment in CLIENTS.items():
 
 @nox.session(venv_backend="none", tags=["matrix"], default=False)
 def minimums(session: nox.Session) -> None:
-    """Test the core, and packs as the quick run does, with the lowest torch and transformers that are allowed."""
+    """Test the core and packs, as the quick run does, with the lowest torch and transformers that are allowed."""
     own = nox.project.load_toml(CORE / "pyproject.toml")["project"]["dependencies"]
 
     core, alike = floors_of(own), {}
     for pack in PACKS:
         alike.setdefault(floors_of([*own, *pack.dependencies], newest_of([pack])), []).append(pack)
-    suites = [core_suite(session, core, core.name)]
+    suites = [core_suite(session, core, core.name, "--quick")]
     for floors, packs in alike.items():
         suites.append(suite_of(session, packs, floors, floors.name))
         suites[-1].result = f"{session.name}-{floors.name}"

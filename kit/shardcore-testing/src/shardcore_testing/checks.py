@@ -48,7 +48,7 @@ class Section:
             compared, a signature of its plan, a kind of step, mixin or layout (which is enough for a mechanism), or a
             kind of layout (for what is the same around any block, or saved). See `shardcore_testing.families`.
         whole: the same without ``--quick``, in a pack: nothing, since what it compares is the class's own, such as a
-            loss; a family or a signature; a signature; or a kind of layout.
+            loss; a family, where its policy decides it, or a kind; a kind; or a kind of layout.
         claim: the capability that it is about: it runs for the cases that claim it.
         replicas: how many replicas of that many ranks it runs on.
     """
@@ -58,7 +58,7 @@ class Section:
     alone: bool = False
     several: bool = True
     quick: Literal["numbers", "signature", "kind", "layout"] = "kind"
-    whole: Literal["every", "family", "signature", "layout"] = "family"
+    whole: Literal["every", "family", "kind", "layout"] = "family"
     claim: str = ""
     replicas: int = 1
 
@@ -87,8 +87,8 @@ class Section:
         if quick:
             return bool(getattr(news, self.quick))
         if self.whole == "every":
-            return smallest or (news.numbers if self.quick == "numbers" else news.signature)
-        return bool(getattr(news, self.whole)) or (self.whole == "family" and news.signature)
+            return smallest or (news.numbers if self.quick == "numbers" else news.kind)
+        return bool(getattr(news, self.whole)) or (self.whole == "family" and news.kind)
 
 
 SECTIONS: Mapping[str, Section] = {
@@ -103,20 +103,22 @@ SECTIONS: Mapping[str, Section] = {
     ),
     "one row": Section(run=checks_calls.one_row, checks=("one row",)),
     "parts": Section(run=checks_calls.parts, checks=("parts",), quick="layout"),
-    "inside": Section(run=checks_inside.inside, checks=("inside",)),
-    "data parallel": Section(run=checks_data.data_parallel, checks=("data parallel",), alone=True, replicas=2),
+    "inside": Section(run=checks_inside.inside, checks=("inside",), whole="kind"),
+    "data parallel": Section(
+        run=checks_data.data_parallel, checks=("data parallel",), alone=True, replicas=2, whole="kind"
+    ),
     "experts": Section(
         run=checks_data.experts, checks=("experts",), alone=True, replicas=2, claim="experts", quick="signature"
     ),
     "default experts": Section(
         run=checks_experts.default_experts, checks=("default experts",), claim="experts", quick="signature"
     ),
-    "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), quick="layout"),
+    "ranks differ": Section(run=checks_ranks.ranks_differ, checks=("ranks differ",), quick="layout", whole="kind"),
     "options": Section(run=checks_training.options, checks=("options",), quick="layout"),
     "checkpointing": Section(run=checks_training.recomputation, checks=("checkpointing",)),
     "communication": Section(run=checks_training.communication, checks=("communication",)),
     "dropout": Section(run=checks_random.dropout, checks=("dropout",)),
-    "replicas": Section(run=checks_random.replicas, checks=("replicas",)),
+    "replicas": Section(run=checks_random.replicas, checks=("replicas",), whole="kind"),
     "state": Section(run=checks_state.state, checks=("state dict",), quick="layout", whole="layout"),
     "checkpoint": Section(run=checks_state.checkpoint, checks=("checkpoint",), quick="layout", whole="layout"),
     "resume": Section(run=checks_resume.resume, checks=("resume",), quick="layout", whole="layout"),
@@ -128,9 +130,7 @@ SECTIONS: Mapping[str, Section] = {
     "captured": Section(run=checks_state.captured, checks=("captured",), whole="every"),
     "generation": Section(run=checks_random.generation, checks=("generation",), whole="every"),
     "sequence": Section(run=checks_sequence.sequence, checks=("sequence",)),
-    "sequence modes": Section(
-        run=checks_sequence.sequence_modes, checks=("sequence modes",), quick="layout", whole="signature"
-    ),
+    "sequence modes": Section(run=checks_sequence.sequence_modes, checks=("sequence modes",), quick="layout"),
     "context": Section(
         run=checks_sequence.context, checks=("context",), alone=True, several=False, replicas=2, claim="context"
     ),

@@ -4,7 +4,7 @@ A plan says which kinds of steps, mixins and layouts a model gets: its *signatur
 depends on how kinds work together is shown once for each signature; and a mechanism, which works or does not whatever
 it stands beside, once for each kind of the core that blocks are made of. `shardcore_testing.checks.Section.sizes` says
 which section asks for what. With ``--quick`` those before a case are those of the session, so that it is quicker where
-small models come first; otherwise those of its pack, and each family shows every mechanism.
+small models come first; otherwise those of its pack, and each family shows what its policy decides.
 """
 
 from __future__ import annotations
