@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardcore
-from shardcore import ShardedDataLoader
+from shardcore_loop import ShardedDataLoader
 
 Batch = TypeVar("Batch")
 

@@ -47,7 +47,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaForSequenceClassification
 
 import shardcore
-from shardcore import ShardedDataLoader
+from shardcore_loop import Preemption, ShardedDataLoader
 
 PADDING = 0  # a byte that no text has
 
@@ -192,7 +192,7 @@ def main() -> None:
 
     # 4. The steps.
     log, batches = Log(output, step), endlessly(loader)
-    with shardcore.Preemption(signals=(signal.SIGTERM, signal.SIGUSR1)) as preemption:
+    with Preemption(signals=(signal.SIGTERM, signal.SIGUSR1)) as preemption:
         while step < settings.steps:
             with log.timed():
                 batch = {name: values.to(device) for name, values in next(batches).items()}

@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardcore
-from shardcore import ShardedDataLoader
+from shardcore_loop import Preemption, ShardedDataLoader
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def main() -> None:
 
     # 4. The steps.
     log, batches = Log(output, step), endlessly(loader)
-    with shardcore.Preemption(signals=(signal.SIGTERM, signal.SIGUSR1)) as preemption:
+    with Preemption(signals=(signal.SIGTERM, signal.SIGUSR1)) as preemption:
         while step < settings.steps:
             with log.timed():
                 loss, norm = learn(model, optimizer, next(batches).to(device), settings)

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardcore
+from shardcore_loop import ShardedDataLoader
 
 STEPS, BATCH, LENGTH = 30, 8, 64
 
@@ -39,9 +40,7 @@ def main() -> None:
     scheduler = CosineAnnealingLR(optimizer, STEPS)
     replicas = dist.get_world_size() // options.tp if dist.is_initialized() else 1
     rows = [row for row in Text.read().train.split(LENGTH) if len(row) == LENGTH]
-    loader = shardcore.ShardedDataLoader.of(
-        model, rows, batch_size=BATCH // replicas, shuffle=True, seed=0, drop_last=True
-    )
+    loader = ShardedDataLoader.of(model, rows, batch_size=BATCH // replicas, shuffle=True, seed=0, drop_last=True)
 
     # 2. Then what was saved, if there is anything: on any mesh, and the data goes on where it was.
     loaded = shardcore.load_checkpoint(

@@ -23,6 +23,7 @@ def train(settings: dict[str, Any]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import shardcore
+    from shardcore_loop import ShardedDataLoader
 
     torch.manual_seed(0)  # the same weights on every worker
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -30,7 +31,7 @@ def train(settings: dict[str, Any]) -> None:
     model = shardcore.shard(LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)), tp=settings["tp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = torch.arange(64 * 32).remainder(251).reshape(64, 32)
-    loader = shardcore.ShardedDataLoader.of(model, list(data), batch_size=8, shuffle=True, seed=0)
+    loader = ShardedDataLoader.of(model, list(data), batch_size=8, shuffle=True, seed=0)
     rest = {"model": model, "optimizer": optimizer, "loader": loader}
     loaded = shardcore.load_checkpoint(f"{settings['storage']}/checkpoints", **rest, missing_ok=True)
     for step, batch in enumerate(loader, 1 if loaded is None else loaded.step + 1):

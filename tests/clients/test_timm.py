@@ -17,7 +17,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import shardcore
 from shardcore.errors import AgreementError, NotSupportedError, WrapError
 from shardcore.mesh.context import context_of
-from shardcore.optimizers import WholeTensors
+from shardcore_loop import WholeTensors
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 timm = pytest.importorskip("timm")
@@ -63,7 +63,7 @@ def optimizers() -> None:
     for name in ("adafactor", "mars", "sgdp", "adamuon", "nadamuon"):
         reference, model = twins()
         refused = create_optimizer_v2(model, opt=name, lr=1e-3)
-        with pytest.raises(NotSupportedError, match=r"shardcore\.optimizers\.WholeTensors"):
+        with pytest.raises(NotSupportedError, match=r"shardcore_loop\.WholeTensors"):
             step(model, refused, 0)
         groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
         settings = {"opt": name, "lr": 1e-3}

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from tiny import TinyPolicy, batch, build
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardcore import ShardedDataLoader
 from shardcore.config import ShardConfig
 from shardcore.errors import AgreementError, ConfigError
 from shardcore.mesh.context import context_of
+from shardcore_loop import ShardedDataLoader
 from shardcore_shardformer import ProcessGroupManager, ShardFormer
 from shardcore_testing.parity import assert_same_gradients
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from shardcore.checkpoint import Loaded, latest, load_checkpoint, save_checkpoint, wait_for_checkpoint
     from shardcore.compile import compile_plan
     from shardcore.config import GradientCheckpointConfig, ShardConfig
-    from shardcore.data import ShardedDataLoader
     from shardcore.hooks import ParallelModuleSpec, PolicySpec, hookimpl
     from shardcore.initialization import initialize, on_meta
     from shardcore.mesh.context import ShardContext
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from shardcore.plan import ShardPlan, Stages
     from shardcore.plugins.registry import Pack, Registry
     from shardcore.policy import Heads, Policy
-    from shardcore.preemption import Preemption
     from shardcore.pretrained import from_pretrained
     from shardcore.random import get_rng_state, manual_seed, set_rng_state
     from shardcore.weights.gathering import full_tensors
@@ -76,7 +74,6 @@ __all__ = [
     "PlanError",
     "Policy",
     "PolicySpec",
-    "Preemption",
     "Registry",
     "RegistryError",
     "ShardConfig",
@@ -84,7 +81,6 @@ __all__ = [
     "ShardPlan",
     "ShardcoreError",
     "ShardcoreWarning",
-    "ShardedDataLoader",
     "Stages",
     "StaleOptimizerWarning",
     "UntestedVersionWarning",
@@ -117,7 +113,6 @@ _HOMES = {
     "shardcore.checkpoint": ("Loaded", "latest", "load_checkpoint", "save_checkpoint", "wait_for_checkpoint"),
     "shardcore.compile": ("compile_plan",),
     "shardcore.config": ("GradientCheckpointConfig", "ShardConfig"),
-    "shardcore.data": ("ShardedDataLoader",),
     "shardcore.hooks": ("ParallelModuleSpec", "PolicySpec", "hookimpl"),
     "shardcore.initialization": ("initialize", "on_meta"),
     "shardcore.mesh.context": ("ShardContext",),
@@ -126,7 +121,6 @@ _HOMES = {
     "shardcore.plan": ("ShardPlan", "Stages"),
     "shardcore.plugins.registry": ("Pack", "Registry"),
     "shardcore.policy": ("Heads", "Policy"),
-    "shardcore.preemption": ("Preemption",),
     "shardcore.pretrained": ("from_pretrained",),
     "shardcore.random": ("get_rng_state", "manual_seed", "set_rng_state"),
     "shardcore.weights.gathering": ("full_tensors",),

@@ -10,7 +10,7 @@ An entry point has the name by which the library is imported, and names a module
 ``CHANGES``
     what is changed in the library as long as a sharded model lives; see `shardcore.nn.process.Change`
 ``needs_of_optimizer(optimizer)``, ``OPTIMIZERS_AT_WHOLES``
-    which of `shardcore.optimizers` has to step an optimizer of the library, or None, and the option that needs it; and
+    which of `shardcore_loop` has to step an optimizer of the library, or None, and the option that needs it; and
     the names of its classes that look at more than single elements
 ``captured()``
     the lists in which the library keeps, in the forward that is running, what hooks have seen inside of blocks

@@ -16,6 +16,7 @@ import shardcore
 from shardcore.agree import store_barrier
 from shardcore.checkpoint import folders
 from shardcore.errors import AgreementError, CheckpointError, ConfigError, MissingRanksError, ShardcoreWarning
+from shardcore_loop import ShardedDataLoader
 
 
 def names(folder):
@@ -265,7 +266,7 @@ def test_what_was_not_saved(tmp_path, what):
     shardcore.save_checkpoint(tmp_path, model)
     optimizer = torch.optim.SGD(model.parameters())
     given = {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
-    given["loader"] = shardcore.ShardedDataLoader(torch.arange(4), replicas=1)
+    given["loader"] = ShardedDataLoader(torch.arange(4), replicas=1)
     with pytest.raises(CheckpointError, match=f"was saved without a {what}"):
         shardcore.load_checkpoint(tmp_path, model, **{what: given[what]})
 

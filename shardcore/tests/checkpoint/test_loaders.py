@@ -10,12 +10,13 @@ from trainings import Training
 import shardcore
 from shardcore.errors import CheckpointError
 from shardcore.mesh.context import context_of
+from shardcore_loop import ShardedDataLoader
 
 
 def loader_of(training, **options):
     context = context_of(training.model)
     place = {"replicas": 1} if context is None else {"replicas": context.sizes.replicas, "replica": context.replica}
-    return shardcore.ShardedDataLoader(torch.arange(48), shuffle=True, **{"batch_size": 2, **place, **options})
+    return ShardedDataLoader(torch.arange(48), shuffle=True, **{"batch_size": 2, **place, **options})
 
 
 def seen(loader, batches, everywhere=True):

@@ -9,7 +9,8 @@ from pathlib import Path
 #: Around the core: package -> those that it may import. Arrows go down: the core imports none of them.
 _MODELS = {"shardcore", "shardcore_transformers"}
 AROUND = {
-    "shardcore_shardformer": {"shardcore"},
+    "shardcore_loop": {"shardcore"},
+    "shardcore_shardformer": {"shardcore", "shardcore_loop"},
     "shardcore_transformers": {"shardcore"},
     "shardcore_bitsandbytes": {"shardcore"},
     "shardcore_peft": _MODELS,

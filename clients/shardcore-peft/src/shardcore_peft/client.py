@@ -62,7 +62,7 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def needs_of_optimizer(optimizer: Any) -> tuple[str | None, str]:
-    """Return which of `shardcore.optimizers` has to step an optimizer of PEFT, and the option that needs it."""
+    """Return which of `shardcore_loop` has to step an optimizer of PEFT, and the option that needs it."""
     return ("WholeTensors" if type(optimizer).__name__ == "LoraFAOptimizer" else None), ""
 
 

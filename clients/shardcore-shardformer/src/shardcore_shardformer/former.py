@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 from shardcore.api import shard
 from shardcore.apply.launch import start_process_group, world_size
 from shardcore.config import ShardConfig
-from shardcore.data import ShardedDataLoader
 from shardcore.policy import Policy
+from shardcore_loop import ShardedDataLoader
 from shardcore_shardformer.groups import ProcessGroupManager
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -105,7 +105,7 @@ class ShardFormer:
         drop_last: bool = False,
         **options: Any,
     ) -> ShardedDataLoader[Any]:
-        """Return a loader over this replica's part of ``dataset``; see `shardcore.ShardedDataLoader`.
+        """Return a loader over this replica's part of ``dataset``; see `shardcore_loop.ShardedDataLoader`.
 
         Args:
             dataset: a map-style dataset.
@@ -118,7 +118,7 @@ class ShardFormer:
         Every rank calls it with the same arguments; this is checked.
 
         Raises:
-            ShardcoreError: what `shardcore.ShardedDataLoader.of` raises.
+            ShardcoreError: what `shardcore_loop.ShardedDataLoader.of` raises.
         """
         return ShardedDataLoader.of(
             self.init_distributed().mesh,

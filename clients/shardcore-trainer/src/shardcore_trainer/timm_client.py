@@ -12,7 +12,7 @@ OPTIMIZERS_AT_WHOLES = frozenset({"AdafactorBigVision", "Lamb", "Lars", "Muon"})
 
 
 def needs_of_optimizer(optimizer: Any) -> tuple[str | None, str]:
-    """Return which of `shardcore.optimizers` has to step an optimizer of timm, and the option that needs it."""
+    """Return which of `shardcore_loop` has to step an optimizer of timm, and the option that needs it."""
     name, groups = type(optimizer).__name__, optimizer.param_groups
     # An update is taken where most of a whole tensor agrees with its gradient.
     if name in _UNABLE or any(group.get("caution") for group in groups):

@@ -27,5 +27,5 @@ def captured() -> list[list[Any]]:
 
 
 def needs_of_optimizer(optimizer: Any) -> tuple[str | None, str]:
-    """Return which of `shardcore.optimizers` has to step an optimizer of transformers, and the option that needs it."""
+    """Return which of `shardcore_loop` has to step an optimizer of transformers, and the option that needs it."""
     return ("WholeTensors" if type(optimizer).__name__ == "Adafactor" else None), ""

@@ -106,8 +106,8 @@ def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
                 f"{here} on rank {first}, and {there} on rank {other}. Ranks that share a model need the same batch: "
                 "divide data by replicas and not by ranks, for instance with a sampler that has "
                 "num_replicas=context.sizes.replicas and rank=context.replica, where "
-                "context = shardcore.mesh.context.context_of(model), or with shardcore.ShardedDataLoader, and seed its "
-                "shuffling alike on all ranks. The order of a set of texts differs between processes unless "
+                "context = shardcore.mesh.context.context_of(model), or with shardcore_loop.ShardedDataLoader, and "
+                "seed its shuffling alike on all ranks. The order of a set of texts differs between processes unless "
                 "PYTHONHASHSEED is set. ShardConfig.check_inputs_every says how often this is looked at"
             )
 

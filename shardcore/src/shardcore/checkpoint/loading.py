@@ -165,7 +165,7 @@ class _Restoring:
             raise CheckpointError(
                 f"checkpoint {self.checkpoint.path} has a position of the loader for each of {count} replicas, which "
                 "another number of them cannot take up; nothing was loaded. Resume on as many, or use a "
-                "shardcore.ShardedDataLoader."
+                "shardcore_loop.ShardedDataLoader."
             )
         return self.checkpoint.of_rank(at), further
 

@@ -1,7 +1,7 @@
 """What is done before each step of an optimizer on the parameters of sharded models.
 
 - Optimizers that use operations which DTensor lacks are refused, with the words what to use. They would fail in the
-  middle of a step, with torch's words about placements or "mixed torch.Tensor and DTensor". `shardcore.optimizers`
+  middle of a step, with torch's words about placements or "mixed torch.Tensor and DTensor". `shardcore_loop`
   hands them plain tensors.
 - Optimizers that were made before the model was sharded are refused: what they step is not the model's any more.
 - State of whole parameters, which ``optimizer.load_state_dict`` keeps as an unsharded training has saved it, is split
@@ -33,7 +33,7 @@ from shardcore.nn.living import owns
 
 _WHOLE, _PARTS = "WholeTensors", "LocalParts"
 
-#: By library and class, or for its other classes: what of `shardcore.optimizers` to use. Rprop treats every element by
+#: By library and class, or for its other classes: what of `shardcore_loop` to use. Rprop treats every element by
 #: itself, and so do those of bitsandbytes that keep states of 32 bits.
 _UNABLE = {
     ("bitsandbytes", ""): _PARTS,
@@ -62,9 +62,9 @@ def what_to_use(optimizer: Any) -> str | None:
     kind = type(optimizer)
     return (
         f"{kind.__module__}.{kind.__qualname__}{option} uses operations that the parameters of a sharded model lack "
-        f"(they are DTensors), and would fail in its first step. Use shardcore.optimizers.{wanted}({kind.__name__}, "
-        "model.parameters(), ...), which steps it on plain tensors and gives what it gives the unsharded model; or "
-        "another optimizer, such as AdamW"
+        f"(they are DTensors), and would fail in its first step. Use shardcore_loop.{wanted}({kind.__name__}, "
+        "model.parameters(), ...), of shardcore-loop, which steps it on plain tensors and gives what it gives the "
+        "unsharded model; or another optimizer, such as AdamW"
     )
 
 
@@ -91,7 +91,7 @@ def looks_at_wholes(optimizer: Any) -> bool:
 
 
 def _wanted(optimizer: Any) -> tuple[str | None, str]:
-    """Return what of `shardcore.optimizers` can step it, None where it needs none, and the option that needs it."""
+    """Return what of `shardcore_loop` can step it, None where it needs none, and the option that needs it."""
     library, name = _name(optimizer)
     options = optimizer.param_groups
     if library == "torch" and name in _FUSED and any(group.get("fused") for group in options):

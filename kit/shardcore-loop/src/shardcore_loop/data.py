@@ -122,7 +122,7 @@ class ShardedDataLoader(DataLoader[Item]):
 
         ```python
         model = shardcore.shard(model, tp=2, dp=2)
-        loader = shardcore.ShardedDataLoader.of(model, dataset, batch_size=8, shuffle=True)
+        loader = shardcore_loop.ShardedDataLoader.of(model, dataset, batch_size=8, shuffle=True)
         ```
 
         Args:

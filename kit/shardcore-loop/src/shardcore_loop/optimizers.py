@@ -5,7 +5,7 @@ which DTensor lacks get plain tensors here, and their results go back:
 
 ```python
 from transformers.optimization import Adafactor
-from shardcore.optimizers import LocalParts, WholeTensors
+from shardcore_loop import LocalParts, WholeTensors
 
 optimizer = WholeTensors(Adafactor, model.parameters(), lr=1e-3, relative_step=False)
 optimizer = LocalParts(torch.optim.Rprop, model.parameters(), lr=1e-3)
@@ -265,7 +265,7 @@ class LocalParts(_Handing):
             name = type(whole).__name__
             raise NotSupportedError(
                 f"LocalParts({name}): {name} looks at more than single elements, and this rank has a part of the "
-                f"parameters, so that its steps would be wrong. Use shardcore.optimizers.WholeTensors({name}, ...)"
+                f"parameters, so that its steps would be wrong. Use shardcore_loop.WholeTensors({name}, ...)"
             )
 
     @override

@@ -10,9 +10,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-import shardcore
 from shardcore.errors import ConfigError, MissingRanksError
-from shardcore.preemption import Preemption
+from shardcore_loop import Preemption
 from shardcore_testing.pool import WorkerError
 
 KINDS = (signal.SIGTERM, signal.SIGUSR1)
@@ -30,7 +29,7 @@ def _handlers():
 
 
 def test_one_process_is_asked_by_a_signal():
-    with shardcore.Preemption() as preemption:
+    with Preemption() as preemption:
         assert not preemption.requested()
         assert preemption.reason is None
         signal.raise_signal(signal.SIGTERM)

@@ -19,7 +19,7 @@ from shardcore import ConfigError, NotSupportedError
 from shardcore._torch import SCALES_PARTIAL
 from shardcore.mesh.context import context_of
 from shardcore.nn import libraries
-from shardcore.optimizers import LocalParts, WholeTensors
+from shardcore_loop import LocalParts, WholeTensors
 from shardcore_testing.parity import assert_close, assert_same_parameters
 
 
@@ -208,7 +208,7 @@ def refusals():
     for kind, option, word in UNABLE:
         optimizer = kind(model.parameters(), **option)
         named = kind.__name__ + (r"\(fused=True\)" if option else "")
-        with pytest.raises(NotSupportedError, match=rf"{named} uses operations .* shardcore\.optimizers\.{word}"):
+        with pytest.raises(NotSupportedError, match=rf"{named} uses operations .* shardcore_loop\.{word}"):
             optimizer.step(lambda: 0.0)
     for key, value in model.state_dict().items():
         assert torch.equal(value.to_local(), before[key].to_local()), key

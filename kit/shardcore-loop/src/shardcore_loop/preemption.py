@@ -25,7 +25,7 @@ class Preemption:
     by itself would leave the others waiting, so all of them ask, once per step, and get the same answer:
 
     ```python
-    with shardcore.Preemption() as preemption:
+    with shardcore_loop.Preemption() as preemption:
         for step in range(first, steps):
             train(step)
             if preemption.requested():  # on every rank
