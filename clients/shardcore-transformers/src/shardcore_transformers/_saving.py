@@ -85,7 +85,7 @@ def save_pretrained(
 
 def _carry_out(call: Call, plan: Plan, barrier: StoreBarrier, writer: int) -> None:
     """Write on the writer, and on the others send it what it lacks; returns when all is written."""
-    transport = Transport(plan.tensors, writer, () if plan.whole else list(plan.files.values()))
+    transport = Transport(plan.tensors, writer, reuses=not plan.whole)
     if dist.get_rank() == writer:
         with barrier.telling():
             _write(call, plan, transport, barrier)

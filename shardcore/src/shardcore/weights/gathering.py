@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import Block, copies_of
 from shardcore.comm.raw import as_bytes
 from shardcore.errors import ConfigError, NotSupportedError
@@ -24,98 +25,80 @@ class Transport:
     Args:
         tensors: this rank's part of every tensor by name; what is not a DTensor is taken from the writer.
         writer: the global rank that gathers.
-        files: the names that will be gathered at a time, if what is gathered may use the same memory each time.
+        reuses: what is gathered may lie where the one before it was: allocators would keep more than a file.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], writer: int, files: Sequence[Sequence[str]] = ()) -> None:
-        self.tensors = tensors
-        self.writer = writer
-        self.files = files
-        self.memory: Tensor | None = None
-        self.device = torch.device(device_type_of())
+    def __init__(self, tensors: Mapping[str, Any], writer: int, *, reuses: bool = False) -> None:
+        self._tensors, self._writer, self._device = tensors, writer, torch.device(device_type_of())
+        self._memory = torch.empty(0, dtype=torch.uint8) if reuses else None
 
     def send(self, names: Iterable[str]) -> None:
         """On the other ranks: send this rank's parts of the tensors ``names``."""
         for tensor in self._distinct(names).values():
-            if isinstance(tensor, DTensor):
-                for owner, block in _parts(tensor, self.writer):
-                    if owner == dist.get_rank():
-                        part = tensor.to_local().detach()[block.in_local]
-                        dist.send(as_bytes(part.to(self.device).contiguous()), self.writer)
+            for owner, block in self._parts(tensor):
+                if owner == dist.get_rank():
+                    part = local_tensor(tensor).detach()[block.in_local]
+                    dist.send(as_bytes(part.to(self._device).contiguous()), self._writer)
 
-    def gather(self, names: Iterable[str], ready: Callable[[], None]) -> dict[str, Any]:
+    def gather(self, names: Collection[str], ready: Callable[[], None]) -> dict[str, Any]:
         """On the writer: return the whole tensors ``names``, on the CPU.
 
         One tensor under two names arrives once. ``ready`` is called when there is room for all, before any is awaited.
         """
-        names = list(names)
-        sources = self._distinct(names)
-        memory = self._memory()
-        whole = {key: self._room(source, memory) for key, source in sources.items()}
+        distinct = self._distinct(names)
+        awaited = {
+            key: value
+            for key, value in distinct.items()
+            if isinstance(value, DTensor) and {owner for owner, _ in self._parts(value)} != {self._writer}
+        }
+        whole = {key: _on_cpu(value) for key, value in distinct.items() if key not in awaited}
+        whole |= zip(awaited, self._rooms(list(awaited.values())), strict=True)
         ready()
-        for key, source in sources.items():
-            if self._is_awaited(source):
-                self._fill(whole[key], source)
-        return {name: whole[id(self.tensors[name])] for name in names}
+        for key, tensor in awaited.items():
+            self._fill(whole[key], tensor)
+        return {name: whole[id(self._tensors[name])] for name in names}
 
     def _distinct(self, names: Iterable[str]) -> dict[int, Any]:
-        return {id(self.tensors[name]): self.tensors[name] for name in names}
+        return {id(self._tensors[name]): self._tensors[name] for name in names}
 
-    def _is_awaited(self, tensor: Any) -> bool:
-        """Tell whether the writer lacks a part of ``tensor``."""
-        return isinstance(tensor, DTensor) and {o for o, _ in _parts(tensor, self.writer)} != {self.writer}
+    def _parts(self, tensor: Any) -> Iterator[tuple[int, Block]]:
+        """Yield (owner, box) for the parts that make up a DTensor, in the same order on all ranks.
 
-    def _memory(self) -> _Memory | None:
-        if self.memory is None and self.files:
-            sizes = [sum(_padded(t) for t in self._distinct(f).values() if self._is_awaited(t)) for f in self.files]
-            self.memory = torch.empty(max(sizes), dtype=torch.uint8)
-        return None if self.memory is None else _Memory(self.memory)
-
-    def _room(self, tensor: Any, memory: _Memory | None) -> Any:
-        """Return the tensor itself where this rank holds all of it, else room for it."""
-        if self._is_awaited(tensor):
-            return torch.empty(tensor.shape, dtype=tensor.dtype) if memory is None else memory.take(tensor)
+        Of the copies of a part, the one that is nearest the writer is taken: on its own coordinate of every axis that
+        replicates. Nothing is yielded on a mesh that the writer is not on.
+        """
         if isinstance(tensor, DTensor):
-            tensor = tensor.to_local()
-        return tensor.detach().cpu().contiguous() if isinstance(tensor, Tensor) else tensor
+            for home in (tensor.device_mesh.mesh == self._writer).nonzero().tolist():
+                yield from copies_of(tensor, home)
+
+    def _rooms(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return room for each of ``tensors``."""
+        if self._memory is None:
+            return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+        # A multiple of 64 bytes for each, so that every tensor starts where its dtype may.
+        ends = list(itertools.accumulate((-(-tensor.nbytes // 64) * 64 for tensor in tensors), initial=0))
+        if self._memory.numel() < ends[-1]:
+            self._memory = self._memory.new_empty(0)  # before there is more
+            self._memory = self._memory.new_empty(ends[-1])
+        memory = [self._memory[at : at + t.nbytes] for at, t in zip(ends, tensors, strict=False)]
+        return [room.view(t.dtype).view(t.shape) for room, t in zip(memory, tensors, strict=True)]
 
     def _fill(self, whole: Tensor, tensor: DTensor) -> None:
-        for owner, block in _parts(tensor, self.writer):
+        for owner, block in self._parts(tensor):
             part = whole[block.in_whole]
-            if owner == self.writer:
-                part.copy_(tensor.to_local().detach()[block.in_local])
+            if owner == self._writer:
+                part.copy_(local_tensor(tensor).detach()[block.in_local])
                 continue
-            direct = part.is_contiguous() and self.device.type == "cpu"
-            buffer = part if direct else torch.empty(part.shape, dtype=part.dtype, device=self.device)
+            direct = part.is_contiguous() and self._device.type == "cpu"
+            buffer = part if direct else torch.empty(part.shape, dtype=part.dtype, device=self._device)
             dist.recv(as_bytes(buffer), owner)
             if not direct:
                 part.copy_(buffer)
 
 
-@dataclass(slots=True)
-class _Memory:
-    """Memory for the tensors of one file, used again for the next one: allocators would keep more than a file."""
-
-    free: Tensor
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """Return room for a tensor like ``tensor``."""
-        taken, self.free = self.free[: _padded(tensor)], self.free[_padded(tensor) :]
-        return taken[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-
-def _padded(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // 64) * 64  # bytes, so that every tensor starts where its dtype may
-
-
-def _parts(tensor: DTensor, writer: int) -> Iterator[tuple[int, Block]]:
-    """Yield (owner, box) for the parts that make up ``tensor``, in the same order on all ranks.
-
-    Of the copies of a part, the one that is nearest the writer is taken: on its own coordinate of every axis that
-    replicates. Nothing is yielded on a mesh that the writer is not on.
-    """
-    for home in (tensor.device_mesh.mesh == writer).nonzero().tolist():
-        yield from copies_of(tensor, home)
+def _on_cpu(value: Any) -> Any:
+    """Return a tensor of which this rank holds all; anything else as it is."""
+    return local_tensor(value).detach().cpu().contiguous() if isinstance(value, Tensor) else value
 
 
 def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
