@@ -42,11 +42,6 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
     return model.__dict__.get(_PIPELINE)
 
 
-def set_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
-    """Say that ``model`` is this rank's part of ``pipeline``."""
-    model.__dict__[_PIPELINE] = pipeline
-
-
 class Pipeline:
     """Runs the micro-batches of a model whose blocks are divided among ranks.
 
@@ -96,6 +91,7 @@ class Pipeline:
         self._schedules: dict[str, tuple[Any, list[SafeStage], int]] = {}
         self._step: PipelineStep | None = None
         self.running = 0
+        model.__dict__[_PIPELINE] = self
 
     def step(
         self,
@@ -108,10 +104,9 @@ class Pipeline:
         outputs: list[Any] | None = None,
         everywhere: bool = False,
     ) -> Tensor:
-        """Run a batch, and return its loss; the arguments that `PipelinedModel.train_step` has are said there.
+        """Run a batch, with ``training`` its backward too, and return its loss, multiplied with ``scale``.
 
-        With ``training`` its backward runs too, else gradients are not recorded. The loss is multiplied with ``scale``,
-        as half precision needs it, and ``batch`` may be what returns the batch.
+        The other arguments are those of `PipelinedModel.train_step`; ``batch`` may be what returns the batch.
         """
         step = self._begun(batch, loss or own_loss, weight, training=training)
         step.scale = scale

@@ -84,19 +84,12 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCall:
-    """A call of a loss function of torch.
+    """A call of a loss function of torch."""
 
-    Attributes:
-        over: what its mean is one over, whether it reduces to that or not.
-        reduction: what torch's argument of that name says that it reduces to.
-        numbers: how many it has made a loss of.
-        made: what it returned.
-    """
-
-    over: Reduction
-    reduction: str
-    numbers: int
-    made: Tensor
+    over: Reduction  # what its mean is one over, whether it reduces to that or not
+    reduction: str  # what torch's argument of that name says that it reduces to
+    numbers: int  # how many it has made a loss of
+    made: Tensor  # what it returned
 
     def reduced(self, loss: Tensor, arguments: Mapping[str, Any]) -> Reduction:
         """Return what the loss is made of, if it is made of this call alone."""
@@ -259,13 +252,10 @@ def _leaves_all(value: Any) -> bool:
 def shares_of(reductions: Sequence[Reduction], parts: Sequence[Mapping[str, Any]], what: str) -> list[float]:
     """Return the part that the loss of each micro-batch has in that of the batch: none where no label counts.
 
-    Args:
-        reductions: what it is made of; a mean over rows, or over labels that do not differ from it, if nobody knows.
-        parts: the arguments of each.
-        what: names the model.
+    Without ``reductions`` nobody knows what it is made of: a mean over rows, or over labels that do not differ from it.
 
     Raises:
-        ConfigError: it cannot be put together.
+        ConfigError: it cannot be put together; names the model, which is ``what``.
     """
     ignored = [any(reduction.ignores(part) for reduction in reductions) for part in parts]
     if len(parts) == 1 or (reductions and all(reduction.kind == "sum" for reduction in reductions)):

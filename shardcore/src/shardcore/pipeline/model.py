@@ -14,7 +14,7 @@ from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.mixin import add_mixin
-from shardcore.pipeline.engine import Pipeline, pipeline_of, set_pipeline
+from shardcore.pipeline.engine import Pipeline, pipeline_of
 from shardcore.pipeline.losses import Loss, Weight
 from shardcore.pipeline.norms import clip_grads, grad_norm
 from shardcore.plan import ShardPlan
@@ -126,7 +126,7 @@ class PipelinedModel(ParallelMixin):
 
     def _pipeline(self) -> Pipeline:
         pipeline = pipeline_of(self)
-        assert pipeline is not None  # `of` has set it
+        assert pipeline is not None  # `Pipelining` has made it
         return pipeline
 
     def _refuse(self, what: str, instead: str) -> NoReturn:
@@ -171,7 +171,7 @@ class Pipelining(ModelPhase):
         """Keep this rank's stages of the model, which is sharded along ``tp`` by now."""
         assert context is not None  # or else it does not run
         cut = Cut.by(plan.config, self._model, plan.stages)
-        set_pipeline(self._model, Pipeline(self._model, cut, context, plan.config, dtype=self._dtype))
+        Pipeline(self._model, cut, context, plan.config, dtype=self._dtype)  # which the model knows from here on
 
 
 class Stepping(ModelPhase):

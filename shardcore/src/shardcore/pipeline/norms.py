@@ -68,16 +68,8 @@ def _squared_norm(
 ) -> Tensor:
     """Return this rank's summand of the squared norm of all gradients: (), float64; the sum is over all ranks.
 
-    torch's own norms stack those of all gradients, which have to lie on one mesh for that.
-
-    Args:
-        parameters: of this rank's part, with their names.
-        again: ids of parameters that count as another rank's of the pipeline.
-        ranks: how many ranks have a part, or a copy, of what this rank's stages hold.
-        device: where the result is to be.
-
-    Raises:
-        ConfigError: gradients are partial still.
+    torch's own norms stack those of all gradients, which have to lie on one mesh for that. Parameters with ids in
+    ``again`` count as another rank's of the pipeline; of all others so many ``ranks`` have a part, or a copy.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, parameter in parameters:

@@ -30,32 +30,20 @@ class Passing:
 
     Another run has numbers in the place of NaN: what is another one there was made of them without being NaN. A mask of
     what is above zero is, and so is any other mask and any position that a part returns.
-
-    Attributes:
-        cut: how the model is cut.
-        stage: which stage it is.
-        held: the parts that the stage holds.
-        outputs: what each part returns.
-        device: where that is.
-        crosses: what was captured inside of earlier blocks arrives too.
-        number: what others hold returns, where that can be NaN.
-        whole: ... where it cannot.
-        before: what the first run has seen, with which this one is compared.
-        seen: the leaves that parts of the stage, and the next block, were called with; a probe for each that crosses.
-        boundary: what crosses to the stage.
     """
 
     cut: Cut
     stage: int
-    held: Collection[str]
-    outputs: Mapping[str, tuple[Any, ...]]
+    held: Collection[str]  # the parts that the stage holds
+    outputs: Mapping[str, tuple[Any, ...]]  # what each part returns
     device: torch.device | str
-    crosses: bool
-    number: float = PROBE
-    whole: int = 0
-    before: list[list[Any]] | None = None
+    crosses: bool  # what was captured inside of earlier blocks arrives too
+    number: float = PROBE  # what others hold returns, where that can be NaN ...
+    whole: int = 0  # ... and where it cannot
+    before: list[list[Any]] | None = None  # what the first run has seen, with which this one is compared
+    #: The leaves that parts of the stage, and the next block, were called with; a probe for each that crosses.
     seen: list[list[Any]] = field(init=False, default_factory=list)
-    boundary: Boundary | None = field(init=False, default=None)
+    boundary: Boundary | None = field(init=False, default=None)  # what crosses to the stage
     _calls: dict[str, int] = field(init=False, default_factory=dict)
     # What crossed, by the id of what stands for it, which it keeps alive.
     _arrived: dict[int, Tensor] = field(init=False, default_factory=dict)
@@ -65,7 +53,8 @@ class Passing:
     def called(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Look at the arguments of a call of a part; the forward ends where the next stage begins."""
         leaves, _ = tree_flatten((args, kwargs))
-        ends = self._ends(name)
+        end, blocks = self.cut.held(self.stage).stop, self.cut.blocks
+        ends = end < len(blocks) and name == blocks[end]  # the next stage begins here
         if ends or name in self.held:
             if self.before is None:
                 self._look(name, leaves)
@@ -74,11 +63,6 @@ class Passing:
         if ends:
             raise BoundaryReached
         return args, kwargs
-
-    def _ends(self, name: str) -> bool:
-        """Tell whether the next stage begins with this block."""
-        end, blocks = self.cut.held(self.stage).stop, self.cut.blocks
-        return end < len(blocks) and name == blocks[end]
 
     def _look(self, name: str, leaves: list[Any]) -> None:
         """Find out what crosses to the first block, and that nothing else that only another stage has is needed."""

@@ -102,12 +102,7 @@ def prune(
 ) -> dict[str, PrunedTensors]:
     """Take the tensors of all ``parts`` but those that are ``held`` out of ``model``; return them by part.
 
-    Args:
-        model: the model.
-        parts: names of parts.
-        held: those that keep their tensors, which other parts may share.
-        device: where the model runs.
-        dtype: in which it computes; that of the tensors if not given.
+    What parts that are held share with others stays. The model computes in ``dtype``, or in that of the tensors.
     """
     types = {m: dtype or m.dtype for m in model.modules() if isinstance(getattr(type(m), "dtype", None), property)}
     claimed = {(id(module), leaf) for name in held for module, leaf in tensors_below(model, name)}
@@ -129,11 +124,6 @@ class PrunedTensors:
 
     What reads one, for its shape or dtype, reads a tensor of them in which every number is NaN; so a value that
     depends on what only another stage has cannot be taken for one.
-
-    Args:
-        owners: the modules whose own tensors they are, and the names of these.
-        device: where the model runs.
-        dtype: in which it computes; that of the tensors if not given.
     """
 
     def __init__(

@@ -22,12 +22,9 @@ from shardcore.pipeline.metadata import filled, form_of
 class PipelineRanks:
     """This rank's place on the axis ``pp``, and the ranks around it. Every rank of the mesh makes one.
 
-    Args:
-        context: that of the model.
-
     Attributes:
         group: the ranks of the pipeline, which pass micro-batches on to each other.
-        rank: this rank's position.
+        rank: this rank's position among them.
         size: how many they are.
     """
 
@@ -41,15 +38,9 @@ class PipelineRanks:
         self._alike = self._everybody if context.sizes.replicas == 1 else group_of(context.mesh[names])
 
     def begin(self, failure: BaseException | None, told: Sequence[tuple[str, str]], number: int) -> int:
-        """Raise on all ranks if one of them failed, or if those of one replica were given different things.
+        """Raise on all ranks if one of them has a ``failure``, or if those of one replica were ``told`` other things.
 
-        Args:
-            failure: what failed on this rank.
-            told: what has to be the same on the ranks of a replica.
-            number: a number that this rank has drawn.
-
-        Returns:
-            The number of the first rank of the replica.
+        Each rank has drawn a ``number``: that of the first rank of the replica is returned.
 
         Raises:
             AgreementError: another rank failed, or they differ.
@@ -65,23 +56,13 @@ class PipelineRanks:
         return number
 
     def agree(self, failure: BaseException | None) -> None:
-        """Raise on all ranks if one of them failed.
-
-        Args:
-            failure: what failed on this rank.
-
-        Raises:
-            AgreementError: another rank failed.
-        """
+        """Raise on all ranks if one of them has a ``failure``."""
         agree(failure=failure, group=self._everybody)
 
     def broadcast(self, out: Any, source: int, missing: Collection[int]) -> Any:
-        """Return an output of the model on every rank of the pipeline; what earlier stages have computed of it is None.
+        """Return ``out``, an output of the model at the position ``source``, on every rank of the pipeline.
 
-        Args:
-            out: the output, on the rank that has the last stage.
-            source: the position of that rank.
-            missing: which leaves of the output earlier stages compute.
+        Leaves that are ``missing``, since earlier stages compute them, are None.
         """
         told: list[Any] = [None]
         tensors: list[Tensor] = []

@@ -23,19 +23,12 @@ RunStage: TypeAlias = Callable[[Stage, StageMetadata, int, list[Tensor]], tuple[
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule of `torch.distributed.pipelining`.
-
-    Attributes:
-        name: its class there.
-        looped: each rank has several stages.
-        turns: of two stages of each rank, the second ones come in the reverse order (a V).
-        splits: backwards of inputs and of weights are separate.
-    """
+    """A schedule: the class ``name`` of `torch.distributed.pipelining`."""
 
     name: str
-    looped: bool = False
-    turns: bool = False
-    splits: bool = False
+    looped: bool = False  # each rank has several stages
+    turns: bool = False  # of two stages of each rank, the second ones come in the reverse order (a V)
+    splits: bool = False  # backwards of inputs and of weights are separate
 
     def ranks(self, stages: int, ranks: int) -> list[int]:
         """Return the rank of each stage."""
@@ -75,7 +68,7 @@ def forward_only(
 
     What ranks send and receive at a time is one batch on all of them: NCCL runs what two ranks exchange, in either
     direction, in the order in which each of them asks for it. A rank that fails sends zeros from then on, so that
-    nobody waits for it.
+    nobody waits for it, and its first exception is returned.
 
     Args:
         run: runs a stage.
@@ -85,9 +78,6 @@ def forward_only(
         ranks: the rank of each stage.
         group: the process group of the pipeline.
         device: where tensors arrive.
-
-    Returns:
-        The first exception of this rank; None if there was none.
     """
     own, failure = {stage.index: stage for stage in stages}, None
     arrived: dict[tuple[int, int], list[Tensor]] = {}
@@ -119,12 +109,7 @@ def forward_only(
 
 
 def _turns(ranks: Sequence[int], numbers: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Yield what all ranks run at a time, by stage and micro-batch: each its next one, if that was sent before.
-
-    Args:
-        ranks: the rank of each stage.
-        numbers: of the micro-batches.
-    """
+    """Yield what all ranks run at a time, by stage and micro-batch: each its next one, if that was sent before."""
     left = {me: [(n, number) for n, rank in enumerate(ranks) if rank == me for number in numbers] for me in {*ranks}}
     ready = {(0, number) for number in numbers}
     while any(left.values()):

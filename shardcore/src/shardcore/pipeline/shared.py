@@ -18,26 +18,15 @@ from shardcore.plan.cut import Cut
 
 @dataclass(frozen=True, slots=True)
 class SharedParameters:
-    """The parameters that several ranks hold, and which ranks these are.
-
-    Attributes:
-        model: of this rank.
-        found: for each parameter, its names in the whole model, and the ranks of the pipeline that hold it under one of
-            them.
-    """
+    """The parameters of ``model`` that several ranks hold, and which ranks these are."""
 
     model: nn.Module
+    #: For each: its names in the whole model, and the ranks of the pipeline that hold it under one of them.
     found: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
 
     @classmethod
     def of(cls, model: nn.Module, cut: Cut, ranks: Sequence[int]) -> Self:
-        """Return what several ranks hold of ``model``, which is whole.
-
-        Args:
-            model: the model.
-            cut: how it is cut.
-            ranks: the rank of each stage.
-        """
+        """Return what several ranks hold of ``model``, which is whole; ``ranks`` has the rank of each stage."""
         found: dict[int, tuple[list[str], set[int]]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             entry = cut.stages.holder(name)
@@ -48,11 +37,7 @@ class SharedParameters:
         return cls(model, [(tuple(names), tuple(sorted(on))) for names, on in found.values() if len(on) > 1])
 
     def counted_elsewhere(self, rank: int) -> set[int]:
-        """Return the ids of the parameters that count as another rank's: the first one's that holds them.
-
-        Args:
-            rank: this rank's position in the pipeline.
-        """
+        """Return the ids of the parameters that count as that of another ``rank``: the first one that holds them."""
         held = dict(self.model.named_parameters(remove_duplicate=False))
         return {id(held[name]) for names, ranks in self.found if ranks[0] != rank for name in names if name in held}
 
@@ -64,9 +49,6 @@ class SharedParameters:
         """Give every copy of a parameter the sum of the gradients of all copies, bit for bit the same.
 
         The ranks that hold a copy send each other theirs, and add them up in the order of the ranks.
-
-        Args:
-            group: the process group of the pipeline.
         """
         held = dict(self.model.named_parameters(remove_duplicate=False)) if self.found else {}
         for names, ranks in self.found:

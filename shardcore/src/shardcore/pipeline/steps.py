@@ -15,18 +15,11 @@ from shardcore.pipeline.metadata import StageMetadata
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicrobatchGroup:
-    """Micro-batches of one form, which a schedule runs: its stages say beforehand what they send.
+    """Micro-batches of one form, which a schedule runs: its stages say beforehand what they send."""
 
-    Attributes:
-        first: the number of the first of them in the step.
-        count: how many they are.
-        key: names their form.
-        metadata: what stages return and send for them.
-    """
-
-    first: int
+    first: int  # the number of the first of them in the step
     count: int
-    key: str
+    key: str  # names their form
     metadata: StageMetadata
 
     def numbers(self, count: int) -> list[int]:
@@ -40,35 +33,20 @@ class MicrobatchGroup:
 
 @dataclass(slots=True, kw_only=True)
 class PipelineStep:
-    """One step that is running.
+    """One step that is running."""
 
-    Attributes:
-        parts: the arguments of the micro-batches.
-        shares: the part that each of them has in the loss of the batch.
-        groups: those of one form together, in their order.
-        loss: of an output; None for outputs alone.
-        scale: what the loss is multiplied with.
-        seed: of what is drawn in it.
-        losses: what micro-batches added to the loss, on the last stage.
-        outputs: of micro-batches by their numbers, on the last stage, if they are asked for.
-    """
-
-    parts: Sequence[Mapping[str, Any]] = ()
-    shares: Sequence[float] = ()
-    groups: Sequence[MicrobatchGroup] = ()
-    loss: Loss | None
-    scale: float = 1.0
-    seed: int = 0
-    losses: list[Tensor] = field(default_factory=list)
-    outputs: dict[int, Any] | None = None
+    parts: Sequence[Mapping[str, Any]] = ()  # the arguments of the micro-batches
+    shares: Sequence[float] = ()  # the part that each of them has in the loss of the batch
+    groups: Sequence[MicrobatchGroup] = ()  # those of one form together, in their order
+    loss: Loss | None  # of an output; None for outputs alone
+    scale: float = 1.0  # what the loss is multiplied with
+    seed: int = 0  # of what is drawn in it
+    losses: list[Tensor] = field(default_factory=list)  # what micro-batches added to the loss, on the last stage
+    outputs: dict[int, Any] | None = None  # by number of micro-batch, on the last stage, if they are asked for
 
 
 def groups_of(traced: Iterable[tuple[str, StageMetadata]]) -> list[MicrobatchGroup]:
-    """Return the groups of micro-batches that follow each other.
-
-    Args:
-        traced: of each micro-batch, as `StageTracer.forms` returns it.
-    """
+    """Return the groups of micro-batches that follow each other, by what `StageTracer.forms` returns of each."""
     groups: list[MicrobatchGroup] = []
     first = 0
     for key, alike in itertools.groupby(traced, lambda one: one[0]):

@@ -41,12 +41,9 @@ _arrived: Callable[[Tensor], Tensor] = Arrived.apply
 
 
 class StageModule(nn.Module):
-    """What torch's stage calls: one stage for the micro-batch of a number. Its parameters are those of the stage.
+    """What torch's stage calls: ``run`` for the micro-batch of a number and what arrived; ``owned`` are its parameters.
 
-    Args:
-        run: runs the stage for the micro-batch of a number, with what arrived.
-        owned: returns its parameters.
-        begins: it is the first stage, at which nothing arrives but the number.
+    At the first stage, which ``begins``, nothing arrives but the number.
     """
 
     def __init__(
@@ -79,16 +76,7 @@ class SafeStage(PipelineStage):
     """A `PipelineStage` that keeps the first exception, of any kind, for its end, and sends zeros from then on.
 
     Every rank goes through the whole schedule, whatever happens on one of them: nobody waits for a message, and the
-    process group can be used afterwards.
-
-    Args:
-        module: what it runs.
-        index: which stage it is.
-        count: of how many.
-        arrives: the forms of what it is sent.
-        leaves: the forms of what it sends.
-        device: where it runs.
-        group: the process group of the pipeline.
+    process group can be used afterwards. What it is sent has the forms ``arrives``, what it sends ``leaves``.
     """
 
     def __init__(
@@ -157,11 +145,7 @@ def add_gradients(parameters: Iterable[nn.Parameter], groups: Sequence[dict[str,
     Of torch's ``stage_backward_weight`` it differs where a parameter meets what arrived at several nodes, as that of a
     block that is called twice does. The way back from one of them may lead through another one, and through nodes of
     other groups: the graph is kept until all are done, and each node passes on what the first half had there. A
-    parameter is in one group.
-
-    Args:
-        parameters: those that the groups may name.
-        groups: what torch's ``stage_backward_input`` returns; they are empty afterwards.
+    parameter is in one group. ``groups``, as ``stage_backward_input`` returns them, are empty afterwards.
     """
     owners = {get_gradient_edge(parameter).node: parameter for parameter in parameters if parameter.requires_grad}
     apart = _disjoint(groups)
