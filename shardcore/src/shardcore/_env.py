@@ -34,25 +34,15 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchrunEnv:
-    """What torchrun, or whoever sets the same variables, or srun says about this process.
+    """What torchrun, or whoever sets the same variables, or srun says about this process; None if not given."""
 
-    Attributes:
-        rank: the number of this process among all, from 0.
-        world_size: the number of processes.
-        local_rank: the number of this process on its machine, from 0; None if not given.
-        master_addr: the host at which the processes meet; None if not given.
-        master_port: the port at which the processes meet; None if not given.
-        exported: whether torch itself finds all of this, but the local rank, in the environment.
-        restarts_in_place: whether the processes meet where those before a restart have met.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    exported: bool = False
-    restarts_in_place: bool = False
+    rank: int  # the number of this process among all, from 0
+    world_size: int  # the number of processes
+    local_rank: int | None = None  # the number of this process on its machine, from 0
+    master_addr: str | None = None  # the host at which the processes meet
+    master_port: int | None = None  # the port at which they meet
+    exported: bool = False  # whether torch itself finds all of this, but the local rank, in the environment
+    restarts_in_place: bool = False  # whether the processes meet where those before a restart have met
 
 
 def packs() -> frozenset[str] | None:

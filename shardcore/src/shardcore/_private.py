@@ -37,29 +37,17 @@ DRAWS = "refusing random numbers that differ between ranks"
 
 @dataclass(frozen=True, slots=True)
 class PrivateName:
-    """A name that its library does not promise to keep.
+    """A name that its library does not promise to keep."""
 
-    Attributes:
-        path: the module or class that has it, and the name: ``"torch.nn.Module._parameters"``.
-        use: what for.
-        feature: what needs it.
-        since: the first release that has it, if that is not the first one that is supported.
-        until: the first release that does without it, and that is known to.
-        needed: releases before ``since`` lack what the feature needs.
-        of_instances: instances have it, the class has not.
-        code: where the class cannot be asked, a function of the library that names it.
-        older: another path that older releases have it under; one of the two is enough.
-    """
-
-    path: str
-    use: str
-    feature: str = CORE
-    since: str = ""
-    until: str = ""
-    of_instances: bool = False
-    code: str = ""
-    needed: bool = False
-    older: str = ""
+    path: str  # the module or class that has it, and the name: ``"torch.nn.Module._parameters"``
+    use: str  # what for
+    feature: str = CORE  # what needs it
+    since: str = ""  # the first release that has it, if that is not the first one that is supported
+    until: str = ""  # the first release that does without it, and that is known to
+    of_instances: bool = False  # instances have it, the class has not
+    code: str = ""  # where the class cannot be asked, a function of the library that names it
+    needed: bool = False  # releases before ``since`` lack what the feature needs
+    older: str = ""  # another path that older releases have it under; one of the two is enough
 
     @property
     def name(self) -> str:
@@ -90,16 +78,10 @@ def _found(path: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """What shardcore uses of a library without a promise of its authors.
+    """What shardcore uses of a library without a promise of its authors."""
 
-    Attributes:
-        library: the name that is imported.
-        tested: the first and the last release that the tests have passed with.
-        names: what is used.
-    """
-
-    library: str
-    tested: tuple[str, str]
+    library: str  # the name that is imported
+    tested: tuple[str, str]  # the first and the last release that the tests have passed with
     names: tuple[PrivateName, ...]
 
     def missing(self, *features: str) -> list[PrivateName]:
@@ -251,17 +233,11 @@ missing, require, complaint = TORCH.missing, TORCH.require, TORCH.complaint
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """Something that torch does rightly since a release that is not the first supported one.
+    """Something that torch does rightly since a release that is not the first supported one."""
 
-    Attributes:
-        what: what it is for users.
-        since: the first release that can.
-        lost: what is lost, or refused, without it, and what to do.
-    """
-
-    what: str
-    since: str
-    lost: str
+    what: str  # what it is for users
+    since: str  # the first release that can
+    lost: str  # what is lost, or refused, without it, and what to do
 
     def is_there(self) -> bool:
         """Tell whether the installed torch can."""

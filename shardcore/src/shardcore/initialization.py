@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from shardcore.agree.agreement import Report, agreement
 from shardcore.apply.errors import out_of_inference_mode, refuse_broken, together
@@ -75,19 +74,15 @@ def initialize(model: Model, seed: int = 0, *, build: Callable[[], nn.Module] | 
         AgreementError: another rank failed, or has another seed; nothing was changed.
         PartlyShardedError: a rank failed after models were changed; they are unusable on all ranks.
     """
-    group = _group(model)
+    context = nearest_context(model)
+    group = None if context is None else group_of(context.mesh)
     with agreement(group=group) as own:
         own.report = Report(items=(("initialize(seed=)", str(seed)), ("the model", type(model).__qualname__)))
         refuse_broken(model)
         recipes = _recipes(model, seed, build or _builder(model))
     with out_of_inference_mode(), together(model, group=group, doing="initialising", changing=True):
-        materialize(model, recipes, nearest_context(model), f"initialising {type(model).__name__}")
+        materialize(model, recipes, context, f"initialising {type(model).__name__}")
     return model
-
-
-def _group(model: nn.Module) -> ProcessGroup | None:
-    context = nearest_context(model)
-    return None if context is None else group_of(context.mesh)
 
 
 def _builder(model: nn.Module) -> Callable[[], nn.Module]:

@@ -26,9 +26,6 @@ Item = TypeVar("Item")
 
 _END = object()
 
-# What has to be the same where a position is taken up again, besides the number of samples before it.
-_SAME = ("seed", "shuffle", "drop_last", "samples_in_dataset")
-
 
 class _Sampler(DistributedSampler[Item]):
     """A `DistributedSampler` whose next pass may begin later than at the first sample."""
@@ -172,11 +169,7 @@ class ShardedDataLoader(DataLoader[Item]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: where the next batch would come from. Does not depend on the number of ranks."""
-        return {
-            "epoch": self.sampler.epoch,
-            "samples": self._done * self._stride,
-            **self._settings(),
-        }
+        return {"epoch": self.sampler.epoch, "samples": self._done * self._stride, **self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a position again; the next pass begins there.
@@ -204,8 +197,13 @@ class ShardedDataLoader(DataLoader[Item]):
         return (self.batch_size or 1) * self.sampler.num_replicas
 
     def _settings(self) -> dict[str, Any]:
-        values = (self._seed, self.sampler.shuffle, self.sampler.drop_last, len(self.dataset))  # type: ignore[arg-type]  # map-style
-        return dict(zip(_SAME, values, strict=True))
+        """Return what has to be the same where a position is taken up again, besides the samples before it."""
+        return {
+            "seed": self._seed,
+            "shuffle": self.sampler.shuffle,
+            "drop_last": self.sampler.drop_last,
+            "samples_in_dataset": len(self.dataset),  # type: ignore[arg-type]  # map-style
+        }
 
     def _seed_of(self, *place: int) -> int:
         """Return a seed for a place in the data of this replica, the same on all its ranks."""

@@ -56,20 +56,13 @@ _LENGTH = 8  # bytes for the length of a report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one rank brings to the agreement.
-
-    Attributes:
-        error: the rank's error as text; None if it has none.
-        items: (name, value) pairs that must be equal on all ranks, ordered so that the first difference explains the
-            others.
-        seed: the rank's own random seed; the group takes the first rank's.
-        digest: stands for ``items`` where they were left out.
-    """
+    """What one rank brings to the agreement."""
 
     error: str | None = None
+    #: (name, value) pairs that must be equal on all ranks, ordered so that the first difference explains the others.
     items: tuple[tuple[str, str], ...] = ()
-    seed: int = 0
-    digest: str = ""
+    seed: int = 0  # the rank's own random seed; the group takes the first rank's
+    digest: str = ""  # stands for ``items`` where they were left out
 
     def brief(self) -> Report:
         """Return what is sent as long as ranks agree: the first two items, and a digest of all."""

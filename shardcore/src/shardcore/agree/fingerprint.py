@@ -203,9 +203,7 @@ def training_modes(model: nn.Module) -> list[Item]:
 def tensor_items(model: nn.Module, *, values: bool = True) -> tuple[list[Item], list[Item]]:
     """Return what must agree about every parameter and buffer of ``model``, and of what they contain.
 
-    Args:
-        model: the model.
-        values: compare what tensors contain too, or whether they are on the meta device; else the second list is empty.
+    The second list says whether they are on the meta device too; without ``values`` it is empty.
     """
     tensors = [*model.named_parameters(), *sorted(model.named_buffers())]  # a set may have given their order
     about = [

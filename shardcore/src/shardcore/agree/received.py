@@ -48,10 +48,7 @@ def check_source(model: nn.Module, source: int, group: ProcessGroup | None) -> N
 def receive(model: nn.Module, source: int, group: ProcessGroup | None) -> None:
     """Give ``model`` the parameters, buffers and training modes of ``source``; meta tensors become real ones.
 
-    Args:
-        model: the model.
-        source: a global rank, whose model has the same modules.
-        group: the ranks of the model, all of which make the call.
+    All ranks of ``group`` make the call; the model of ``source``, a global rank, has the same modules.
     """
     device = torch.device(device_type_of(group))
     old: list[Tensor] = []  # kept, so that no id is used twice

@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -29,21 +29,13 @@ _FAREWELL = 30.0  # seconds that the writer waits for others to hear its last wo
 
 @dataclass(slots=True)
 class StoreBarrier:
-    """All ranks of a model in the same call.
-
-    Attributes:
-        store: of the default process group.
-        name: of this barrier, the prefix of its keys.
-        reports: what each global rank brought, in the order of the mesh.
-        others: how many ranks follow the writer.
-        step: how often the writer has told the others to go on.
-    """
+    """All ranks of a model in the same call."""
 
     store: Store
-    name: str
-    reports: dict[int, dict[str, Any]]
-    others: int
-    step: int = field(default=0)
+    name: str  # the prefix of its keys
+    reports: dict[int, dict[str, Any]]  # what each global rank brought, in the order of the mesh
+    others: int  # how many ranks follow the writer
+    step: int = 0  # how often the writer has told the others to go on
 
     @classmethod
     def wait(

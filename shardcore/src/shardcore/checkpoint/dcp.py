@@ -42,12 +42,8 @@ Box: TypeAlias = tuple[slice, ...]
 def _writes(tensors: Mapping[str, Tensor], first: int) -> Iterator[tuple[str, int, Block]]:
     """Yield all boxes of all tensors, each with its name and the rank that writes it, in the same order on every rank.
 
-    A tensor whose mesh lacks the rank ``first`` has copies of all its boxes on one that has it, and yields none. What
-    several ranks hold alike they write in turn.
-
-    Args:
-        tensors: this rank's part of each, by name.
-        first: the first rank of the model.
+    A tensor whose mesh lacks ``first``, the first rank of the model, has copies of all its boxes on one that has it,
+    and yields none. What several ranks hold alike they write in turn.
     """
     for turn, (key, tensor) in enumerate(tensors.items()):
         if not isinstance(tensor, DTensor):
@@ -116,13 +112,9 @@ class Writer(FileSystemWriter):
     def write(
         self, parts: Mapping[MetadataIndex, Tensor], sizes: Mapping[str, torch.Size], position: int, *, shown: bool
     ) -> list[tuple[WriteResult, str]]:
-        """Write the ``parts`` of this rank and return what was written, each with its checksum.
+        """Write the ``parts`` of this rank, or copies of them, and return what was written, each with its checksum.
 
-        Args:
-            parts: as `own_parts` returns them, or copies of them.
-            sizes: of the whole tensors, by name.
-            position: of this rank among all, which names its file.
-            shown: show a line of progress on a terminal.
+        ``sizes`` are those of the whole tensors; the ``position`` of this rank names its file.
         """
         if not parts:
             return []

@@ -261,7 +261,7 @@ def _refuse(final: Path) -> None:
 
 
 def complete(staging: Path, final: Path, index: dict[str, Any], parts: dict[str, dict[str, str]]) -> None:
-    """Write the ``index`` of a checkpoint of which all parts are on the disk, and give it its name.
+    """Write the ``index`` of a checkpoint of which all ``parts`` are on the disk, and give it its name.
 
     Args:
         staging: where the files are.
@@ -288,10 +288,8 @@ def complete(staging: Path, final: Path, index: dict[str, Any], parts: dict[str,
 def prune(newest: Path, keep_last: int | None) -> None:
     """Remove what earlier saves left unfinished and, with ``keep_last``, all but so many complete checkpoints.
 
-    What another job is writing stays.
-
-    ``newest``, which was just written, stays. One that is removed loses its name first, so that what a process that is
-    killed meanwhile leaves of it is no checkpoint.
+    What another job is writing stays, and ``newest``, which was just written. One that is removed loses its name first,
+    so that what a process that is killed meanwhile leaves of it is no checkpoint.
     """
     folder, kept = newest.parent, 1
     for _, path in sorted(_entries(folder), reverse=True):

@@ -39,12 +39,8 @@ class RankGroup:
     def of(cls, model: nn.Module, call: str) -> RankGroup:
         """Find the ranks of ``model``, those of its mesh or of the default process group, and wait until all are here.
 
-        Args:
-            model: sharded or not.
-            call: what all of them have to call, for the error.
-
         Raises:
-            MissingRanksError: some did not come; the ranks that did say which.
+            MissingRanksError: some did not make the ``call``; the ranks that did say which.
         """
         if not dist.is_initialized():
             return cls((0,), None)
@@ -90,12 +86,9 @@ class RankGroup:
         items: Callable[[Value], Iterable[Item]] = lambda _: (),
         changing: bool = False,
     ) -> Value:
-        """Do ``work`` on every rank and return what it returned here; if it fails on one, raise on all.
+        """Do ``work``, which sends nothing, on every rank; return its result here, or raise on all if one has failed.
 
-        Args:
-            work: what is to be done; it sends nothing.
-            items: what of its result has to be equal on all ranks.
-            changing: it changes the model.
+        What ``items`` says of the result has to be equal on all ranks; with ``changing`` it changes the model.
 
         Raises:
             ShardcoreError: what ``work`` raised, where it did.

@@ -43,12 +43,9 @@ def generators_of(model: nn.Module) -> dict[str, Any]:
 
 
 def set_generators(model: nn.Module, states: dict[str, Any], *, further: int = 0) -> None:
-    """Continue from ``states``.
+    """Continue from ``states``, as `generators_of` returned them, with the stream of ``model`` too.
 
-    Args:
-        model: whose stream is set too.
-        states: as `generators_of` returned them, of this replica.
-        further: 0, or which one beyond the saved replicas this is: its stream is another one, drawn from theirs.
+    ``further`` is 0, or which one beyond the saved replicas this is: its stream is another one, drawn from theirs.
     """
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
@@ -92,23 +89,14 @@ def replica_of(model: nn.Module, ranks: RankGroup) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state that is saved, as it lies on this rank.
-
-    Attributes:
-        tensors: by name.
-        aliases: further names of tied ones.
-        index: what the first rank writes besides.
-        own: what this rank writes of its own.
-        stage: the position of this rank in a pipeline, whose other ranks have other tensors; None without one.
-        first: the first rank that has the tensors of this one, and tells what is to be known of them.
-    """
+    """The state that is saved, as it lies on this rank."""
 
     tensors: dict[str, Tensor]
-    aliases: dict[str, str]
-    index: dict[str, Any]
-    own: dict[str, Any]
-    stage: int | None
-    first: int
+    aliases: dict[str, str]  # further names of tied ones
+    index: dict[str, Any]  # what the first rank writes besides
+    own: dict[str, Any]  # what this rank writes of its own
+    stage: int | None  # the position of this rank in a pipeline, whose other ranks have other tensors; None without one
+    first: int  # the first rank that has the tensors of this one, and tells what is to be known of them
 
     @classmethod
     def of(

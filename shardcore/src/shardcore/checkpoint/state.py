@@ -43,19 +43,12 @@ def _listed(what: Iterable[str], between: str = ", ", last: str = " and ") -> st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
-    """The state dict of a model, in place.
+    """The state dict of a model, in place."""
 
-    Attributes:
-        tensors: its own tensors by name, tied ones once.
-        aliases: further names of tied ones, each with the name that ``tensors`` has.
-        values: entries that are no tensors, as modules return them from ``get_extra_state``.
-        elsewhere: names that other ranks of a pipeline have.
-    """
-
-    tensors: dict[str, Tensor]
-    aliases: dict[str, str]
-    values: dict[str, Any]
-    elsewhere: frozenset[str] = frozenset()
+    tensors: dict[str, Tensor]  # its own by name, tied ones once
+    aliases: dict[str, str]  # further names of tied ones, each with the name that ``tensors`` has
+    values: dict[str, Any]  # entries that are no tensors, as modules return them from ``get_extra_state``
+    elsewhere: frozenset[str] = frozenset()  # names that other ranks of a pipeline have
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
@@ -211,14 +204,10 @@ def _refuse_local(what: str, value: Tensor, parameter: Tensor) -> None:
 
 
 def _options(groups: list[dict[str, Any]], held: list[list[str]], *, divided: bool) -> list[dict[str, Any]]:
-    """Return the saved options of each parameter group of an optimizer.
+    """Return the saved options of each parameter group of an optimizer, by the names that it has ``held`` in each.
 
-    Its groups may be others than the saved ones, as long as all parameters of one had the same options.
-
-    Args:
-        groups: the saved ones.
-        held: the names of the parameters in each group of the optimizer.
-        divided: other ranks of a pipeline have the rest of the parameters.
+    Its groups may be others than the saved ones, as long as all parameters of one had the same options. Where they are
+    ``divided``, other ranks of a pipeline have the rest of the parameters.
 
     Raises:
         CheckpointError: they had not, or the checkpoint has other parameters.

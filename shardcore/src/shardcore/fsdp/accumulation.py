@@ -15,11 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class Accumulation:
-    """The micro-batches of one step of a model, to which FSDP2 may have been applied.
-
-    Args:
-        model: the model; FSDP2 is applied to it last.
-    """
+    """The micro-batches of one step of a model, to which FSDP2 may have been applied."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -53,11 +53,7 @@ def repoint(
 ) -> None:
     """Let an optimizer of the old parameters, ``names`` by identity, step the new ``parameters`` of these names.
 
-    Args:
-        optimizer: its groups stay, in place.
-        names: of the old parameters, by identity.
-        parameters: the new ones of the model, by the same names.
-        divided: other ranks of a pipeline have the rest; groups may be empty.
+    Its groups stay, in place. If it is ``divided``, other ranks of a pipeline have the rest; groups may be empty.
     """
     held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     missing = [name for name in held if name not in parameters]

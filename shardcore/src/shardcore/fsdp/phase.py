@@ -167,11 +167,7 @@ _OPTIONS: dict[str, tuple[type, ...]] = {
 class Fsdp(ModelPhase):
     """What is to be done to a model after it was sharded, and what has to hold for it before.
 
-    Args:
-        model: the model, unsharded yet, as the caller has it.
-        optimizer: an optimizer of its parameters, or None.
-        wrap: whether FSDP2 is applied over the data axes, or its options.
-        inner: the model inside of it that is sharded, if it is another one.
+    The model is as the caller has it; ``inner`` is the one inside of it that is sharded, if it is another one.
 
     Raises:
         ConfigError: ``wrap`` is something else.

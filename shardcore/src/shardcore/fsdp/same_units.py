@@ -26,12 +26,9 @@ _TODO = (
 
 
 class SameUnits:
-    """The units of one model on all its replicas; see `shardcore.nn.fsdp_units.prepare_units`.
+    """The units of one model on all replicas of a mesh; see `shardcore.nn.fsdp_units.prepare_units`.
 
-    Args:
-        model: what FSDP2 is applied to.
-        mesh: of the replicas.
-        gathers: whether parameters are divided over them, and not whole on each.
+    What ``gathers`` has its parameters divided over them, and not whole on each.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, gathers: bool) -> None:

@@ -22,10 +22,7 @@ from shardcore.nn.replicated import Replicated
 def replicate_scalars(model: nn.Module, context: ShardContext, axes: Sequence[str]) -> set[nn.Parameter]:
     """Replicate the parameters of ``model`` without dims over the data axes, in place, and return them.
 
-    Args:
-        model: sharded along ``tp`` before; FSDP2 is told to leave what is returned alone.
-        context: its context.
-        axes: the names that its mesh has for the data axes.
+    The model was sharded along ``tp`` before; its mesh calls the data axes ``axes``.
     """
     replicated: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
@@ -43,10 +40,7 @@ def replicate_scalars(model: nn.Module, context: ShardContext, axes: Sequence[st
 def on_replicas(parameter: nn.Parameter, context: ShardContext, axes: Sequence[str]) -> nn.Parameter:
     """Return a parameter with the values of ``parameter`` that each replica holds, and whose gradients are averaged.
 
-    Args:
-        parameter: plain, or as it lies on ``tp``.
-        context: of the sharded model.
-        axes: the names that its mesh has for the data axes.
+    It is plain, or lies on ``tp``; the mesh of the model calls the data axes ``axes``.
     """
     parameters = context.parameters
     mesh = parameters[(*axes, "tp")] if context.size > 1 else parameters[tuple(axes)]

@@ -48,19 +48,12 @@ _SOME = 1024  # bytes of each tensor that ranks compare
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a file.
-
-    Attributes:
-        file: the file.
-        shape: of the tensor.
-        dtype: of the tensor.
-        begin: where it begins in the file, in bytes.
-    """
+    """A tensor of a file."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
-    begin: int
+    begin: int  # where it begins in the file, in bytes
 
     @property
     def nbytes(self) -> int:
@@ -79,14 +72,10 @@ class Files:
 
     A file is mapped twice: once for what is kept where it lies, and once for what is copied, anew after some bytes,
     since pages that were looked at count as this process's as long as their mapping is there.
-
-    Attributes:
-        place: what the user named, for messages.
-        tensors: what there is, by key, in the order of the files.
     """
 
-    place: str
-    tensors: dict[str, Stored]
+    place: str  # what the user named, for messages
+    tensors: dict[str, Stored]  # by key, in the order of the files
     _kept: dict[Path, Tensor] = field(default_factory=dict, repr=False)
     _lent: _Lent | None = field(default=None, repr=False)
 
@@ -174,17 +163,11 @@ class Files:
 
 @dataclass(slots=True)
 class _Lent:
-    """A file that is mapped to be copied from.
-
-    Attributes:
-        file: the file.
-        bytes: all of it.
-        looked_at: the bytes that were read since, at most.
-    """
+    """A file that is mapped to be copied from."""
 
     file: Path
-    bytes: Tensor
-    looked_at: int = 0
+    bytes: Tensor  # all of it
+    looked_at: int = 0  # the bytes that were read since, at most
 
 
 def _mapped(file: Path, key: str) -> Tensor:
@@ -217,15 +200,9 @@ def _some(file: Any, stored: Stored) -> bytes:
 
 
 def indexed(folder: Path, single: str, index: str, variant: str | None) -> Iterator[tuple[Path, frozenset[str] | None]]:
-    """Yield the files of a checkpoint in a folder: the one of a name, else those that an index names.
+    """Yield the files of a checkpoint in a folder: the one of the name ``single``, else those that an ``index`` names.
 
-    With each come the keys that the index promises there, or None.
-
-    Args:
-        folder: where they are.
-        single: the name of the one file.
-        index: that of the index.
-        variant: a part of their names, such as ``"fp16"``.
+    With each come the keys that the index promises there, or None. A ``variant`` is a part of names: ``"fp16"``.
     """
     one, several = (folder / _with_variant(name, variant) for name in (single, index))
     if one.is_file():

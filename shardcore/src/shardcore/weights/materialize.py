@@ -104,8 +104,8 @@ def materialize(model: nn.Module, recipes: Mapping[str, Recipe], context: ShardC
     Args:
         model: sharded, and wrapped by FSDP2 or not; its parameters may be on the meta device.
         recipes: by the names of parameters and buffers.
-        context: of the model, says where what is on the meta device goes; None for one that was not sharded.
-        doing: what this is, for the line that a terminal sees.
+        context: says where what is on the meta device goes; None for a model that was not sharded.
+        doing: for the line that a terminal sees.
     """
     device = torch.device(device_type_here()) if context is None else context.device
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in recipes}

@@ -50,12 +50,7 @@ class Node(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe(Node):
-    """How the values of one tensor come about.
-
-    Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
-    """
+    """How the values of one tensor come about."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -86,22 +81,15 @@ def constant(tensor: Tensor) -> Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call(Node):
-    """A call of a function of torch.
-
-    Attributes:
-        function: the function.
-        args: its arguments; `Hole` stands for a tensor.
-        kwargs: its keyword arguments.
-        tensors: the tensors, in the order of the holes; without the first one where that is another each time.
-        seed: what the generator of the CPU is seeded with before it, if it draws numbers.
-        default: the default dtype of the code that made the call, in which torch divides integers, for one.
-    """
+    """A call of a function of torch; among its arguments a `Hole` stands for a tensor."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    #: In the order of the holes; without the first one where that is another each time.
     tensors: tuple[Recipe, ...] = ()
-    seed: int | None = None
+    seed: int | None = None  # what the generator of the CPU is seeded with before it, if it draws numbers
+    #: The default dtype of the code that made the call, in which torch divides integers, for one.
     default: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     @property
@@ -137,27 +125,18 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """The place of a tensor among arguments.
+    """The place of a tensor among arguments."""
 
-    Attributes:
-        at: its number among the tensors of the call.
-    """
-
-    at: int
+    at: int  # its number among the tensors of the call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result(Recipe):
-    """One tensor that a function returns.
-
-    Attributes:
-        of: the call.
-        at: which of its results; None if it returns one tensor.
-        is_view: it shares memory with the first tensor of the call, which may be left open as `LazyTensor` keeps it.
-    """
+    """One tensor that a function returns."""
 
     of: Call
-    at: int | None
+    at: int | None  # which of its results; None if it returns one tensor
+    #: It shares memory with the first tensor of the call, which may be left open as `LazyTensor` keeps it.
     is_view: bool = False
 
     @property
@@ -173,17 +152,12 @@ class Result(Recipe):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mutated(Recipe):
-    """A tensor after a function has written to it, or to a view of it.
+    """A tensor after a function has written to it, or to a view of it."""
 
-    Attributes:
-        base: the tensor before.
-        views: what leads from the tensor to the one that the function is given; the call of each takes that before it.
-        call: the function, whose hole 0 is the tensor that it writes to.
-    """
-
-    base: Recipe
+    base: Recipe  # the tensor before
+    #: What leads from the tensor to the one that the function is given; the call of each takes that before it.
     views: tuple[Result, ...]
-    call: Call
+    call: Call  # of the function, whose hole 0 is the tensor that it writes to
 
     @property
     @override

@@ -29,17 +29,11 @@ _SHOWN = 8  # names in one message
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What the parameters and buffers of a model are made from.
+    """What the parameters and buffers of a model are made from."""
 
-    Attributes:
-        recipes: by every name that a parameter or buffer has.
-        files: what they read, if they do.
-        unused: keys of the files that no tensor of the model takes, and nobody was told of.
-    """
-
-    recipes: Mapping[str, Recipe]
-    files: Files | None = None
-    unused: tuple[str, ...] = ()
+    recipes: Mapping[str, Recipe]  # by every name that a parameter or buffer has
+    files: Files | None = None  # what they read, if they do
+    unused: tuple[str, ...] = ()  # keys of the files that no tensor of the model takes, and nobody was told of
 
     @classmethod
     def of(cls, model: nn.Module, given: Weights | Place) -> Weights:
@@ -108,11 +102,6 @@ class Weights:
 
 class Materializing(ModelPhase):
     """What is read into a model after it was sharded, and what has to hold for it before.
-
-    Args:
-        model: the model, unsharded yet.
-        weights: where its values come from.
-        sync_from: as given to `shardcore.shard`.
 
     Raises:
         ConfigError: the weights do not fit the model, or the values of a rank are to be taken as well.
