@@ -19,11 +19,7 @@ Inference: TypeAlias = Literal["proved", "proved_in_part", "drafted"]
 
 
 def inference() -> Callable[[nn.Module, Inference, ProcessGroup | None], type[Policy]]:
-    """Return what infers a policy for the class of a model: the first rank of a group does it for all.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return what infers a policy for the class of a model: the first rank of a group does it for all."""
     if importlib.util.find_spec("shardcore_scaffold") is None:
         where = installing(*folders_of("kit"))
         raise ConfigError(f"policy='infer' is of shardcore-scaffold, which is not installed{where}")

@@ -86,11 +86,7 @@ def initialize(model: Model, seed: int = 0, *, build: Callable[[], nn.Module] | 
 
 
 def _builder(model: nn.Module) -> Callable[[], nn.Module]:
-    """Return what builds a new model like ``model``.
-
-    Raises:
-        ConfigError: nobody knows.
-    """
+    """Return what builds a new model like ``model``."""
     build: Callable[[], nn.Module] | None = model.__dict__.get(_BUILD)
     if build is not None:
         return build

@@ -18,7 +18,7 @@ ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -323,13 +323,8 @@ def _listed(params: Any) -> list[Tensor]:
 
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return parameter groups as torch's optimizers take them, each with a list.
-
-    Raises:
-        ConfigError: there is no parameter.
-    """
-    given: Iterator[Any] = iter([params] if isinstance(params, Tensor | Mapping) else params)
-    found = list(given)
+    """Return parameter groups as torch's optimizers take them, each with a list."""
+    found: list[Any] = [params] if isinstance(params, Tensor | Mapping) else list(params)
     if not found:
         raise ConfigError("an optimizer got an empty list of parameters")
     groups = found if isinstance(found[0], Mapping) else [{"params": found}]

@@ -162,7 +162,7 @@ class _Run:
                 act(f"F{number} {position}", functools.partial(self._forward, position, number))
         if not self._trains:
             self._left.clear()
-            act("finish", accumulation.end_evaluation)
+            act("finish", accumulation.divide)
             return
         for position, number in itertools.product(reversed(positions), numbers):
             act(f"B{number} {position}", functools.partial(self._backward, position, number))

@@ -63,11 +63,7 @@ def own_parts(tensors: Mapping[str, Tensor], first: int, rank: int) -> dict[Meta
 
 
 def entries_of(tensors: Mapping[str, Tensor], first: int) -> dict[str, TensorStorageMetadata]:
-    """Return what DCP has to know of each of ``tensors``.
-
-    Raises:
-        CheckpointError: the parts of a tensor are not the whole tensor.
-    """
+    """Return what DCP has to know of each of ``tensors``, of which the parts have to be the whole."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in tensors}
     for key, _, block in _writes(tensors, first):
         chunks[key].append(block.chunk)

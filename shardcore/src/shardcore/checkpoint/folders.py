@@ -190,11 +190,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def check_index(path: Path, index: dict[str, Any]) -> None:
-    """Refuse an ``index`` of the checkpoint ``path`` that is not what was written.
-
-    Raises:
-        CheckpointError: it has another checksum than it says.
-    """
+    """Refuse an ``index`` of the checkpoint ``path`` that has another checksum than it says."""
     if "checksums" in index and index["checksums"].get(INDEX) != _checksum(index):
         raise CheckpointError(damaged(path, INDEX))
 

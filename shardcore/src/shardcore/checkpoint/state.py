@@ -94,11 +94,7 @@ class ModelState:
         return cls(tensors=tensors, aliases=aliases, values=values, elsewhere=elsewhere)
 
     def check(self, metadata: Metadata) -> None:
-        """Refuse a checkpoint of another model.
-
-        Raises:
-            CheckpointError: names, shapes or dtypes differ; says which.
-        """
+        """Refuse a checkpoint of another model: say which names, shapes or dtypes differ."""
         entries: dict[str, Any] = metadata.state_dict_metadata
         saved = {key.removeprefix("model."): e for key, e in entries.items() if key.startswith("model.")}
         names = self.tensors.keys() | self.aliases.keys() | self.elsewhere

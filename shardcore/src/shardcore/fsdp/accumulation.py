@@ -20,7 +20,8 @@ class Accumulation:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._fsdp: Any = model if isinstance(model, FSDPModule) else None
-        self._units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._units: list[Any] = [] if self._fsdp is None else units
 
     def begin(self) -> None:
         """Gather all parameters, and let backwards leave gradients alone."""
@@ -42,22 +43,18 @@ class Accumulation:
             for group in parameter_groups(state):
                 group.post_backward()
         root._root_post_backward_final_callback()
-        self._divide()
+        self.divide()
 
     def give_up(self) -> None:
         """Remove all gradients, and divide the parameters again."""
         self._model.zero_grad(set_to_none=True)
         if self._fsdp is not None:
             self._switch(sums=True)
-            self._divide()
+            self.divide()
             self._model.zero_grad(set_to_none=True)
 
-    def end_evaluation(self) -> None:
-        """Divide the parameters again after calls without gradients."""
-        if self._fsdp is not None:
-            self._divide()
-
-    def _divide(self) -> None:
+    def divide(self) -> None:
+        """Divide the parameters again, as after calls without gradients."""
         for unit in self._units:
             unit.reshard()
 

@@ -234,7 +234,7 @@ class Pipeline:
             self.ranks.agree(_first(failures))
         finally:
             self._step = None
-            Accumulation(self.model).end_evaluation()
+            Accumulation(self.model).divide()
 
     def _outputs(self, step: PipelineStep, *, everywhere: bool) -> Iterator[Any]:
         """Yield the outputs of all micro-batches, on the ranks that are to have them."""

@@ -292,11 +292,7 @@ def named(loss: Loss | None) -> str:
 
 
 def own_loss(out: Any, arguments: Mapping[str, Any]) -> Tensor:
-    """Return the loss that a model has computed itself.
-
-    Raises:
-        ConfigError: it has computed none.
-    """
+    """Return the loss that a model has computed itself; refuse an output that has none."""
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
     if not isinstance(loss, Tensor) or loss.ndim:
         raise ConfigError(

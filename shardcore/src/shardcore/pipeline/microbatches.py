@@ -20,11 +20,7 @@ _OF_NO_ROWS = ("cache_position", "logits_to_keep")
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:
-    """Return the number of rows of a batch: the first dim of its first tensor that has dims.
-
-    Raises:
-        ConfigError: no tensor has dims.
-    """
+    """Return the number of rows of a batch: the first dim of its first tensor that has dims."""
     for leaf in tree_flatten(dict(batch))[0]:
         if isinstance(leaf, Tensor) and leaf.ndim:
             return leaf.size(0)
@@ -62,11 +58,7 @@ def micro_batches(
 
 
 def rows_of_each(rows: int, *, number: int | None = None, size: int | None = None) -> int:
-    """Return how many rows each micro-batch of ``rows`` has, all but the last one; see `micro_batches`.
-
-    Raises:
-        ConfigError: there are no rows.
-    """
+    """Return how many rows each micro-batch of ``rows`` has, all but the last one; see `micro_batches`."""
     if not rows:
         raise ConfigError("a batch without rows has no micro-batches; pass at least one row")
     return size or -(-rows // (number or 1))

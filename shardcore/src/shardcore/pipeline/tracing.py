@@ -200,11 +200,7 @@ class StageTracer:
         )
 
     def _check_order(self, calls: Sequence[str]) -> None:
-        """A stage ends at the first call of the next one's first block: its own blocks may not be called after that.
-
-        Raises:
-            NotSupportedError: a block is called again after one that follows it.
-        """
+        """A stage ends at the first call of the next one's first block: its own blocks may not be called after that."""
         blocks = self.cut.blocks
         places = [blocks.index(name) for name in calls]
         for before, after in itertools.pairwise(places):

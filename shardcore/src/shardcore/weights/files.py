@@ -129,11 +129,7 @@ class Files:
         return Source(stored.shape, stored.dtype, functools.partial(self.read, key), keep)
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a box of a tensor to be copied: a view of the file, whose pages count until it is given up.
-
-        Raises:
-            ConfigError: the file cannot be read any more.
-        """
+        """Return a box of a tensor to be copied: a view of the file, whose pages count until it is given up."""
         stored = self.tensors[key]
         if self._lent is None or self._lent.file != stored.file or self._lent.looked_at > _LENT:
             self._lent = None  # before the next one: nobody else may hold it
@@ -146,9 +142,6 @@ class Files:
         """Return a box of an aligned tensor as a view of the file that can be kept, and written to.
 
         Nothing of it is looked at.
-
-        Raises:
-            ConfigError: the file cannot be read any more.
         """
         stored = self.tensors[key]
         if stored.file not in self._kept:

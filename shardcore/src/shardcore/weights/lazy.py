@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Seeds:
     """Seeds for the calls that draw: the n-th call gets the same one on every rank and mesh, and no other call does."""
 
     seed: int
-    count: int = field(default=0)
+    count: int = 0
 
     def next(self) -> int:
         """Return the seed of the next call."""
@@ -309,7 +309,7 @@ class _Step:
         for leaf in self.leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in places:
                 places[id(leaf)] = len(places)
-                recipes.append(_recipe(leaf))
+                recipes.append(leaf.recipe if isinstance(leaf, LazyTensor) else constant(leaf.detach().clone()))
             if isinstance(leaf, Tensor):
                 filled.append(Hole(places[id(leaf)]))
             elif isinstance(leaf, torch.device):
@@ -329,12 +329,6 @@ def _each(out: Any, make: Any) -> Any:
     if isinstance(out, Tensor):
         return make(out, None)
     return type(out)(make(leaf, at) if isinstance(leaf, Tensor) else leaf for at, leaf in enumerate(out))
-
-
-def _recipe(tensor: Tensor) -> Recipe:
-    if isinstance(tensor, LazyTensor):
-        return tensor.recipe
-    return constant(tensor.detach().clone())
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

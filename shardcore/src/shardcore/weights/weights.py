@@ -68,11 +68,7 @@ class Weights:
         yield from ((name, known[id(tensor)]) for name, tensor in named if id(tensor) in known)
 
     def check(self, model: nn.Module) -> None:
-        """Refuse weights that leave a tensor of ``model`` without values, or are of another shape.
-
-        Raises:
-            ConfigError: they do; lists what is missing and what does not fit.
-        """
+        """Refuse weights that leave tensors of ``model`` without values, or are of another shape; list these."""
         wanted = dict(_tensors(model))
         where = f" in {self.place}" if self.place else ""
         missing = [n for n, t in wanted.items() if n not in self.recipes and t.is_meta]
