@@ -8,13 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 def on_first_use(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a package.
+    """Return the ``__getattr__`` of a package; ``homes`` has by module the public names that it defines.
 
     It is hidden from type checkers, which would otherwise take every misspelled name for one that exists.
-
-    Args:
-        package: its ``__name__``.
-        homes: module -> the public names that it defines.
     """
     home = {name: module for module, names in homes.items() for name in names}
 

@@ -9,13 +9,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 
 class Progress(tqdm):  # type: ignore[misc]  # untyped
-    """A bar of bytes; nothing where there is no terminal. Any thread may call `advance`.
-
-    Args:
-        total_bytes: what will be moved.
-        what: what is being done, for the start of the line: ``"saving step-10"``.
-        shown: False for ranks that say nothing.
-    """
+    """A bar of bytes with ``what`` is being done; nothing where there is no terminal. Any thread may call `advance`."""
 
     monitor_interval = 0  # else tqdm starts a thread that lives as long as the process
 

@@ -257,13 +257,10 @@ def _refuse(final: Path) -> None:
 
 
 def complete(staging: Path, final: Path, index: dict[str, Any], parts: dict[str, dict[str, str]]) -> None:
-    """Write the ``index`` of a checkpoint of which all ``parts`` are on the disk, and give it its name.
+    """Write the index of a checkpoint of which all parts are on the disk, and give it its name.
 
-    Args:
-        staging: where the files are.
-        final: what it becomes.
-        index: what is to be known of it besides its files.
-        parts: checksums of what files of tensors hold, by their names and the place in them.
+    ``index`` is what is to be known of it besides its files; ``parts`` are checksums of what files of tensors hold, by
+    their names and the place in them.
 
     Raises:
         CheckpointError: somebody else has made one of that name since, or a file cannot be seen from here.

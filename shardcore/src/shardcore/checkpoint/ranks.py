@@ -24,15 +24,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankGroup:
-    """All ranks of a model.
+    """All ranks of a model."""
 
-    Attributes:
-        ranks: the global ranks in the order of the mesh; the first decides where one does.
-        group: a gloo group of them, so that no device and no limit of its collectives is concerned; None if there is
-            only one.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # global ones, in the order of the mesh; the first decides where one does
+    #: Of gloo, so that no device and no limit of its collectives is concerned; None if there is only one rank.
     group: ProcessGroup | None
 
     @classmethod

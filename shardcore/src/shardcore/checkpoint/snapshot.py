@@ -121,7 +121,6 @@ class Snapshot:
         index = {
             "torch": torch.__version__,
             "about": _about(model),
-            "aliases": aliases,
             "world": len(ranks.ranks),
             "axes": {name: size for name, size in axes.items() if size > 1},
             "extra": encoded(extra, "extra") if ranks.is_first else None,

@@ -42,12 +42,9 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     ``dp_replicate`` keeps whole copies whose gradients are averaged; both together are hybrid sharding. Any part of the
     model may be called by itself afterwards (`shardcore.nn.fsdp_units`).
 
-    Args:
-        model: the model, sharded along ``tp`` before.
-        context: its context.
-        stages: names the list of blocks; without it the model is wrapped as one.
-        **options: of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
-            ``shard_placement_fn``, which is not asked about fused weights).
+    The model was sharded along ``tp`` before. ``stages`` names the list of blocks; without it the model is wrapped as
+    one. ``options`` are those of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
+    ``shard_placement_fn``, which is not asked about fused weights).
     """
     sizes = Sizes.of(context.parameters)
     if sizes.replicas == 1 and not options:

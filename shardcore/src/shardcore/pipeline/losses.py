@@ -40,20 +40,14 @@ _LOSSES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """How a loss reduces to one number.
+    """How a loss reduces to one number."""
 
-    Attributes:
-        kind: to a mean over ``labels``, a mean over ``rows``, a ``sum``, or ``unknown``.
-        argument: the argument of the call that has the labels which it is computed from.
-        shifted: the first label of each row does not count; None where nobody can tell, since none counts.
-        ignored: the label that does not count.
-        masks: arguments that left nothing out where it was seen: a mean over what they leave looks like one over all.
-    """
-
-    kind: str
-    argument: str = ""
+    kind: str  # to a mean over ``labels``, a mean over ``rows``, a ``sum``, or ``unknown``
+    argument: str = ""  # of the call, which has the labels that it is computed from
+    #: The first label of each row does not count; None where nobody can tell, since none counts.
     shifted: bool | None = False
-    ignored: int = IGNORED
+    ignored: int = IGNORED  # the label that does not count
+    #: Arguments that left nothing out where it was seen: a mean over what they leave looks like one over all.
     masks: tuple[str, ...] = ()
 
     def count(self, arguments: Mapping[str, Any]) -> float:
@@ -123,16 +117,11 @@ class LossCall:
 
 
 class LossCalls(TorchFunctionMode):
-    """Writes down what the loss functions of torch are given while it is entered.
+    """Writes down the calls of the loss functions of torch while it is entered, but of those that compute on meta.
 
-    Args:
-        arguments: of the call of the model, among which labels are looked for.
-        traced: the call is a trace, of which nothing goes on. From a loss function on gradients are recorded, until the
-            end of what has turned them off: they tell how a loss is made of what that returned, where values may come
-            near those of another reduction.
-
-    Attributes:
-        calls: of these functions; not of those that compute on meta.
+    Labels are looked for among the ``arguments`` of the model. Of a call that is ``traced`` nothing goes on: from a
+    loss function on gradients are recorded, until the end of what has turned them off. They tell how a loss is made of
+    what that returned, where values may come near those of another reduction.
     """
 
     def __init__(self, arguments: Mapping[str, Any], *, traced: bool = False) -> None:
@@ -220,12 +209,8 @@ def reductions_of(
 ) -> tuple[Reduction, ...]:
     """Return what a loss is made of; nothing if no function of torch has made it.
 
-    Args:
-        out: the output of the model.
-        loss: the loss, which a function has made of it, or taken from it.
-        inside: what the model has called.
-        outside: what that function has called.
-        arguments: of the call of the model.
+    A function has made it of ``out``, the output of the model, or has taken it from there. The calls ``inside`` are the
+    model's, those ``outside`` are that function's.
     """
     taken = any(leaf is loss or _is_of(leaf, loss) for leaf in tree_flatten(out)[0])
     calls = outside or (inside if taken else ())

@@ -68,16 +68,8 @@ def forward_only(
 
     What ranks send and receive at a time is one batch on all of them: NCCL runs what two ranks exchange, in either
     direction, in the order in which each of them asks for it. A rank that fails sends zeros from then on, so that
-    nobody waits for it, and its first exception is returned.
-
-    Args:
-        run: runs a stage.
-        stages: of this rank.
-        numbers: of the micro-batches.
-        metadata: what crosses.
-        ranks: the rank of each stage.
-        group: the process group of the pipeline.
-        device: where tensors arrive.
+    nobody waits for it, and its first exception is returned. The ``stages`` are those of this rank, the ``numbers``
+    those of the micro-batches; ``ranks`` has the rank of each stage.
     """
     own, failure = {stage.index: stage for stage in stages}, None
     arrived: dict[tuple[int, int], list[Tensor]] = {}

@@ -192,8 +192,7 @@ class _Recording(TorchDispatchMode):
 def recording(seed: int) -> Iterator[Seeds]:
     """Make every tensor that is made in here, but on the meta device, a lazy one.
 
-    Args:
-        seed: of all random values; the same seed and the same code give the same values everywhere.
+    The same ``seed`` and the same code give the same random values everywhere.
     """
     seeds = Seeds(seed)
     with _Recording(seeds):

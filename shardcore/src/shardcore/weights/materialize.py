@@ -99,13 +99,8 @@ def materialize(model: nn.Module, recipes: Mapping[str, Recipe], context: ShardC
 
     One tensor after the other: beside the parts that the model keeps there is never more than what the part of one
     tensor is made from. Parameters stay the objects that they are, for optimizers and FSDP2. What has no recipe keeps
-    its values.
-
-    Args:
-        model: sharded, and wrapped by FSDP2 or not; its parameters may be on the meta device.
-        recipes: by the names of parameters and buffers.
-        context: says where what is on the meta device goes; None for a model that was not sharded.
-        doing: for the line that a terminal sees.
+    its values. What is on the meta device goes where the ``context`` of a sharded model says. A terminal sees a line
+    about what this is ``doing``.
     """
     device = torch.device(device_type_here()) if context is None else context.device
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in recipes}

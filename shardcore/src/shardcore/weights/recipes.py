@@ -58,15 +58,12 @@ class Recipe(Node):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source(Recipe):
-    """A tensor that is there and can be read box by box, such as one of a file.
+    """A tensor that is there and can be read box by box, such as one of a file."""
 
-    Attributes:
-        read: returns a box of it, which may be a view of memory that others read too.
-        keep: returns a box of it as a view of a file that this process has mapped for itself: it can be kept, and
-            written to, and takes no memory until it is looked at. None where there is no such file.
-    """
-
+    #: Returns a box of it, which may be a view of memory that others read too.
     read: Callable[[Box], Tensor]
+    #: Returns a box of it as a view of a file that this process has mapped for itself: it can be kept, and written to,
+    #: and takes no memory until it is looked at. None where there is no such file.
     keep: Callable[[Box], Tensor] | None = None
 
     @override
