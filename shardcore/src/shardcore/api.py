@@ -125,17 +125,13 @@ def failing_together(config: object, fields: Mapping[str, Any]) -> Iterator[None
     try:
         yield
     except BaseException as error:  # what ends this process too: the other ranks wait for a report
-        _tell_others(error, config, fields)
+        given = [fields.get(name) for name in ("device_mesh", "tensor_parallel_process_group")]
+        if isinstance(config, ShardConfig):
+            given += [config.device_mesh, config.tensor_parallel_process_group]
+        place = next((value for value in given if value is not None), None)
+        if isinstance(place, DeviceMesh) and place.get_coordinate() is not None:
+            agree(failure=error, group=group_of(place))
+        elif isinstance(place, ProcessGroup | None):
+            agree(failure=error, group=place)
+        # Who would answer cannot be known from a place that is neither a mesh nor a group.
         raise
-
-
-def _tell_others(error: BaseException, config: object, fields: Mapping[str, Any]) -> None:
-    given = [fields.get(name) for name in ("device_mesh", "tensor_parallel_process_group")]
-    if isinstance(config, ShardConfig):
-        given += [config.device_mesh, config.tensor_parallel_process_group]
-    place = next((value for value in given if value is not None), None)
-    if isinstance(place, DeviceMesh) and place.get_coordinate() is not None:
-        agree(failure=error, group=group_of(place))
-    elif isinstance(place, ProcessGroup | None):
-        agree(failure=error, group=place)
-    # Who would answer cannot be known from a place that is neither a mesh nor a group.

@@ -13,12 +13,7 @@ from shardcore.mesh.axes import device_type_of
 
 
 def check_source(model: nn.Module, source: int, group: ProcessGroup | None) -> None:
-    """Refuse a rank whose weights cannot be taken, or a model that could not hold them.
-
-    Raises:
-        ConfigError: ``source`` is none of the ranks, its model has tensors on the meta device, or the model of another
-            rank keeps a meta tensor where none can be received.
-    """
+    """Refuse a rank whose weights cannot be taken, or a model that could not hold them."""
     ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
     if source not in ranks:
         raise ConfigError(

@@ -132,9 +132,6 @@ def reads(targets: Mapping[str, Tensor], metadata: Metadata) -> dict[MetadataInd
     """Return which parts this rank reads to fill ``targets``, of the shapes and dtypes that were saved.
 
     Each has the boxes that are taken of it, with the memory of this rank, of the shape of the box, that they go to.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a part of a tensor.
     """
     taken: dict[MetadataIndex, list[tuple[Tensor, Box]]] = {}
     for key, target in targets.items():

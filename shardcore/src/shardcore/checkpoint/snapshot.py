@@ -102,13 +102,7 @@ class Snapshot:
     def of(
         cls, model: nn.Module, ranks: RankGroup, optimizer: Optimizer | None, scheduler: Any, loader: Any, extra: Any
     ) -> Snapshot:
-        """Take that of a training on this rank.
-
-        Raises:
-            CheckpointError: something cannot be stored.
-            ConfigError: an argument does not fit.
-            NotSupportedError: a tensor lies on the ranks in a way that cannot be described.
-        """
+        """Take that of a training on this rank; errors are those of `save_checkpoint`."""
         state = ModelState.of(model)
         tensors = {f"model.{name}": tensor for name, tensor in state.tensors.items()}
         kept = None

@@ -52,13 +52,7 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
-        """Return the state of ``model``.
-
-        Raises:
-            ConfigError: a tensor has no values.
-            NotSupportedError: a tensor is cut in a way that cannot be described, or its state dict is not made of the
-                model's own tensors.
-        """
+        """Return the state of ``model``; refuse one whose state dict is not made of the model's own tensors."""
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()  # the root's parameters stay gathered after a forward
@@ -131,11 +125,6 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, T
         The tensors of its state, by ``NAME.KEY``; and as JSON the names of its class and of those that it derives from
         (``kinds``), and for each parameter group (``groups``) its options, and for each parameter in it, by name, which
         tensors and what else its state holds.
-
-    Raises:
-        ConfigError: it is none, or has parameters that are not the model's.
-        NotSupportedError: it keeps state that cannot be brought to another mesh.
-        CheckpointError: it has options that cannot be stored.
     """
     names = _names(optimizer, model)
     split_whole_state(optimizer)
@@ -235,11 +224,7 @@ def _options(groups: list[dict[str, Any]], held: list[list[str]], *, divided: bo
 def restored(
     saved_optimizer: Mapping[str, Any], metadata: Metadata, optimizer: Optimizer, model: nn.Module
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Return room for the saved state of ``optimizer``, and what gives it to the optimizer once it is filled.
-
-    Raises:
-        CheckpointError: what was saved is of other parameters, or of another kind of optimizer.
-    """
+    """Return room for the saved state of ``optimizer``, and what gives it to the optimizer once it is filled."""
     groups = saved_optimizer["groups"]
     if not set(saved_optimizer["kinds"]) & set(_kinds(optimizer)):
         raise CheckpointError(

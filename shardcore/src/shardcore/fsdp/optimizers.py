@@ -18,12 +18,7 @@ from shardcore.nn.optimizers import STALE
 
 
 def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
-    """Refuse an optimizer that cannot be re-pointed.
-
-    Raises:
-        ConfigError: it is none, or is not of this model, whose parameters ``names`` has by identity.
-        NotSupportedError: it holds state, or has divided the parameters already.
-    """
+    """Refuse an optimizer that cannot be re-pointed: ``names`` has the parameters of its model by identity."""
     if not isinstance(optimizer, Optimizer) or not isinstance(getattr(optimizer, "param_groups", None), list):
         raise ConfigError(
             f"optimizer= must be a torch.optim.Optimizer with parameter groups, got a {type(optimizer).__name__}; pass "

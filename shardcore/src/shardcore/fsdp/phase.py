@@ -8,7 +8,6 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
@@ -54,14 +53,16 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     ignored = (*replicate_scalars(model, context, axes), *filter(is_packed, model.parameters()))
     options["ignored_params"] = {*(options.get("ignored_params") or ()), *ignored}
     gathers = wide != ("dp_replicate",)
-    wrap: Callable[..., Any] = fully_shard if gathers else _replicate
-    if wrap is fully_shard and any(fsdp_placement(p) for p in model.parameters()):
+    wrap: Callable[..., Any] = fully_shard
+    if not gathers:  # FSDP2's engine without sharding: DistributedDataParallel cannot hold DTensor parameters
+        from torch.distributed._composable.replicate_with_fsdp import replicate as wrap
+    if gathers and any(fsdp_placement(p) for p in model.parameters()):
         others = options.get("shard_placement_fn")
         options["shard_placement_fn"] = lambda p: fsdp_placement(p) or (None if others is None else others(p))
     lists = stages.lists if stages else ()
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     blocks = [block for block in blocks if any(True for _ in block.parameters())]  # else of another stage of a pipeline
-    if sizes.pp > 1 and wrap is fully_shard:
+    if sizes.pp > 1 and gathers:
         options.setdefault("reshard_after_forward", False)  # see `shardcore.fsdp.accumulation`
     reshards = options.get("reshard_after_forward") is not False
     experts = [module for module in model.modules() if isinstance(module, ExpertParallel)]
@@ -141,13 +142,6 @@ def unwrappable(model: nn.Module, plan: ShardPlan) -> list[Problem]:
         if what:
             problems.append(Problem(where=parameter.name, rule="(data parallelism)", what=what, todo=todo))
     return problems
-
-
-def _replicate(module: nn.Module, *, mesh: DeviceMesh, **options: Any) -> None:
-    # FSDP2's engine without sharding. DistributedDataParallel cannot hold DTensor parameters.
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
-    replicate(module, mesh=mesh, **options)
 
 
 #: Whether FSDP2 is applied over the data axes, or with which of its options.

@@ -262,7 +262,8 @@ class Pipeline:
         most = group.count if group.count == self._number != 1 else group.count + 2 * len(self.cut)
         for count in range(group.count, most + 1):
             try:
-                return self._schedule.make(stages, count, _the_loss_itself), stages, count
+                # Of what leaves the last stage, its loss: torch takes no backward of a tuple without gradients.
+                return self._schedule.make(stages, count, lambda left, target: left[0]), stages, count
             except ValueError as error:  # it may run more of them: fillers
                 failure = error
         raise ConfigError(
@@ -332,7 +333,3 @@ def _division(model: nn.Module, position: int) -> Division:
         if (known := first.setdefault(id(parameter), name)) != name:
             names[name] = known
     return Division(position=position, names=frozenset(model.state_dict(keep_vars=True)), first_names=names)
-
-
-def _the_loss_itself(left: tuple[Tensor, ...], target: Tensor) -> Tensor:
-    return left[0]  # torch takes no backward of a tuple without gradients
