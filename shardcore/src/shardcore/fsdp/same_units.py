@@ -28,7 +28,7 @@ _TODO = (
 class SameUnits:
     """The units of one model on all replicas of a mesh; see `shardcore.nn.fsdp_units.prepare_units`.
 
-    What ``gathers`` has its parameters divided over them, and not whole on each.
+    ``gathers`` says that parameters are divided over them, and not whole on each.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, gathers: bool) -> None:

@@ -40,7 +40,7 @@ def replicate_scalars(model: nn.Module, context: ShardContext, axes: Sequence[st
 def on_replicas(parameter: nn.Parameter, context: ShardContext, axes: Sequence[str]) -> nn.Parameter:
     """Return a parameter with the values of ``parameter`` that each replica holds, and whose gradients are averaged.
 
-    It is plain, or lies on ``tp``; the mesh of the model calls the data axes ``axes``.
+    ``parameter`` is plain, or as it lies on ``tp``; the mesh of the model calls the data axes ``axes``.
     """
     parameters = context.parameters
     mesh = parameters[(*axes, "tp")] if context.size > 1 else parameters[tuple(axes)]

@@ -102,7 +102,7 @@ def prune(
 ) -> dict[str, PrunedTensors]:
     """Take the tensors of all ``parts`` but those that are ``held`` out of ``model``; return them by part.
 
-    What parts that are held share with others stays. The model computes in ``dtype``, or in that of the tensors.
+    What a part that is held shares with others stays. The model computes in ``dtype``, or in that of the tensors.
     """
     types = {m: dtype or m.dtype for m in model.modules() if isinstance(getattr(type(m), "dtype", None), property)}
     claimed = {(id(module), leaf) for name in held for module, leaf in tensors_below(model, name)}

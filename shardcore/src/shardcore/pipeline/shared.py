@@ -37,7 +37,7 @@ class SharedParameters:
         return cls(model, [(tuple(names), tuple(sorted(on))) for names, on in found.values() if len(on) > 1])
 
     def counted_elsewhere(self, rank: int) -> set[int]:
-        """Return the ids of the parameters that count as that of another ``rank``: the first one that holds them."""
+        """Return the ids of the parameters that are not counted by ``rank``: the first one that holds them does."""
         held = dict(self.model.named_parameters(remove_duplicate=False))
         return {id(held[name]) for names, ranks in self.found if ranks[0] != rank for name in names if name in held}
 
