@@ -97,7 +97,7 @@ def shard(
         if attached is not None and sync_from is not None:
             attached.receive = lambda module: receive(module, sync_from, config.group())
         # The order in which a model becomes a sharded one, after its layers.
-        fsdp = Fsdp(model, optimizer, wrap=wrap, inner=inner)
+        fsdp = Fsdp(model, inner, optimizer, wrap)
         phases: list[ModelPhase] = [
             *unpacking(inner),  # linears of quantized weights
             *([] if attached is None else [attached]),  # adapters
@@ -115,7 +115,7 @@ def shard(
     start_process_group(config)
     sharder.shard()  # discover, resolve, compile, agree, apply; then the phases
     if optimizer is None:
-        warn_of_stale_optimizers(held, model, stacklevel=2)
+        warn_of_stale_optimizers(held, model)
     return model
 
 

@@ -43,9 +43,7 @@ def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
         )
 
 
-def repoint(
-    optimizer: Optimizer, names: dict[int, str], parameters: dict[str, nn.Parameter], *, divided: bool = False
-) -> None:
+def repoint(optimizer: Optimizer, names: dict[int, str], parameters: dict[str, nn.Parameter], *, divided: bool) -> None:
     """Let an optimizer of the old parameters, ``names`` by identity, step the new ``parameters`` of these names.
 
     Its groups stay, in place. If it is ``divided``, other ranks of a pipeline have the rest; groups may be empty.
@@ -115,7 +113,7 @@ def _module_of(parameters: dict[str, Any]) -> nn.Module | None:
     return None
 
 
-def warn_of_stale_optimizers(held: dict[int, str], model: nn.Module, stacklevel: int) -> None:
+def warn_of_stale_optimizers(held: dict[int, str], model: nn.Module) -> None:
     """Warn of every optimizer that still holds one of the old parameters, of those that were `held_elsewhere`.
 
     What an optimizer holds is alive, so that no parameter that ``model`` has now can be in its place.
@@ -137,7 +135,7 @@ def warn_of_stale_optimizers(held: dict[int, str], model: nn.Module, stacklevel:
                 f"parameters (first: {old[0]}): its steps would change nothing, and are refused. Make it after "
                 "shard(), or pass it as shard(..., optimizer=optimizer).",
                 StaleOptimizerWarning,
-                stacklevel=stacklevel + 1,
+                stacklevel=3,  # where `shardcore.shard` was called
             )
 
 

@@ -32,7 +32,7 @@ from shardcore.plan.shard_plan import ModelPhase
 from shardcore.policy import Stages
 
 
-def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages | None, **options: Any) -> nn.Module:
+def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages | None, **options: Any) -> None:
     """Apply FSDP2 to every block and to the rest of ``model``, in place.
 
     Without replicas it does nothing, unless ``options`` say what it is to do besides, such as computing in bfloat16.
@@ -47,7 +47,7 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     """
     sizes = Sizes.of(context.parameters)
     if sizes.replicas == 1 and not options:
-        return model
+        return
     wide, axes = _wide(context), data_axes(context)
     mesh = context.parameters[axes]
     ignored = (*replicate_scalars(model, context, axes), *filter(is_packed, model.parameters()))
@@ -74,7 +74,6 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
             wrap(unit.module, mesh=mesh, **options)
         unit.watch()
     model.__dict__["__deepcopy__"] = _refuse_to_be_copied  # of the instance: FSDP2's class has its own
-    return model
 
 
 def _refuse_to_be_copied(memo: Any) -> NoReturn:
@@ -158,19 +157,17 @@ _OPTIONS: dict[str, tuple[type, ...]] = {
 class Fsdp(ModelPhase):
     """What is to be done to a model after it was sharded, and what has to hold for it before.
 
-    The model is as the caller has it; ``inner`` is the one inside of it that is sharded, if it is another one.
+    The model is as the caller has it; ``inner`` is the one that is sharded, itself or one inside of it.
 
     Raises:
         ConfigError: ``wrap`` is something else.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, *, wrap: Wrap, inner: nn.Module | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, inner: nn.Module, optimizer: Optimizer | None, wrap: Wrap) -> None:
         self._names = {id(p): name for name, p in model.named_parameters()}
         # A stage of a pipeline has a tied parameter under the names of its own parts.
         self._first = {name: self._names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-        self._outer, self._model = model, model if inner is None else inner
+        self._outer, self._model = model, inner
         self._optimizer, self._wrap, self._options = optimizer, wrap is not False, _options(wrap)
 
     def check(self, plan: ShardPlan) -> None:

@@ -95,10 +95,10 @@ class LazyTensor(Tensor):
         return new
 
     @classmethod
-    def of(cls, recipe: Recipe, seeds: Seeds | None = None) -> LazyTensor:
+    def of(cls, recipe: Recipe) -> LazyTensor:
         """Return a tensor on the CPU that will have the values of ``recipe``."""
         like = torch.empty(recipe.shape, dtype=recipe.dtype, device="meta")
-        return cls.made(like, torch.device("cpu"), _Memory(recipe), seeds or Seeds(0))
+        return cls.made(like, torch.device("cpu"), _Memory(recipe), Seeds(0))
 
     @property
     def recipe(self) -> Recipe:
