@@ -28,28 +28,16 @@ def local_tokens(length: int, ranks: int) -> int:
 
 def all_gather_tokens(x: Tensor, channel: Channel, length: int) -> Tensor:
     """Put the parts of all ranks together: (B, L, ...) to (B, S, ...), S being ``length``."""
-    return _join_parts(channel.all_gather(x), length)
+    return join_parts(channel.all_gather(x), length)
 
 
-def _join_parts(stacked: Tensor, length: int) -> Tensor:
+def join_parts(stacked: Tensor, length: int) -> Tensor:
     """Return the tokens of all ranks without their padding: (tp, B, L, ...) to (B, S, ...)."""
     ranks, batch, step = stacked.shape[:3]
     if batch == 1:
         return stacked.view(1, ranks * step, *stacked.shape[3:]).narrow(1, 0, length)
     parts = stacked.unbind(0)
     return torch.cat([p.narrow(1, 0, max(0, min(step, length - r * step))) for r, p in enumerate(parts)], 1)
-
-
-class Gathering:
-    """An all-gather of tokens that is under way; eager mode only."""
-
-    def __init__(self, x: Tensor, channel: Channel, length: int) -> None:
-        self._length = length
-        self._stacked = channel.start_all_gather(x)
-
-    def wait(self) -> Tensor:
-        """Return the tokens of all ranks, (B, S, ...)."""
-        return _join_parts(self._stacked.wait(), self._length)
 
 
 def _stack_parts(x: Tensor, ranks: int) -> Tensor:

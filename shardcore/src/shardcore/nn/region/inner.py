@@ -24,7 +24,7 @@ from typing_extensions import override
 from shardcore.comm.collectives import copy_to_tp, refuse_double_backward
 from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, spec_of, with_spec
 from shardcore.comm.gradients import Flow, GradPlacement
-from shardcore.comm.sequence import Gathering, all_gather_tokens, gather_sequence, start_reduce_scatter
+from shardcore.comm.sequence import all_gather_tokens, gather_sequence, join_parts, start_reduce_scatter
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
 from shardcore.nn.linear.functional import as_out_in, autocast, bias_gradient, cast, product, weight_gradient
@@ -77,7 +77,7 @@ class _EnteredLinear(Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[3:]
         gathering = None
         if length is not None and needs_weight and not context.keeps_gathered:
-            gathering = Gathering(x, context.channel, length)
+            gathering = context.channel.start_all_gather(x)
         gw = gb = sending = None
         if needs_x:
             gx = cast(grad @ w, ctx.dtype)
@@ -86,7 +86,7 @@ class _EnteredLinear(Function):
         if needs_bias:
             gb = with_spec(bias_gradient(grad, bias.dtype), spec_of(bias))
         if needs_weight:
-            x = x if gathering is None else cast(gathering.wait(), w.dtype)
+            x = x if gathering is None else cast(join_parts(gathering.wait(), length), w.dtype)
             gw = with_spec(weight_gradient(grad, x, weight.dtype, transposed=ctx.transposed), spec_of(weight))
         return None, None, None, None if sending is None else sending.wait(), gw, gb
 

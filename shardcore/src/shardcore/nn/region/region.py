@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardcore._torch import backward_task
-from shardcore.comm.collectives import refuse_double_backward
+from shardcore.comm.collectives import Pending, refuse_double_backward
 from shardcore.comm.dtensor_params import gathered_part, local_tensor, spec_of, with_spec
 from shardcore.comm.gradients import Flow, GradPlacement
-from shardcore.comm.sequence import Gathering, all_gather_tokens, start_reduce_scatter
+from shardcore.comm.sequence import all_gather_tokens, join_parts, start_reduce_scatter
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
 from shardcore.nn.arguments import Argument
@@ -141,13 +141,13 @@ class _EnterRegion(Function):
         region: _Open = ctx.region
         calls = region.pop()
         needs = ctx.needs_input_grad  # of (region, length, x, *parameters)
-        gathering = Gathering(ctx.saved_tensors[0], region.context.channel, ctx.length) if region.again else None
+        gathering = region.context.channel.start_all_gather(ctx.saved_tensors[0]) if region.again else None
         gx = _input_gradient(grads[0], calls, ctx.dtype) if needs[2] else None
         if gx is None:
-            return None, None, None, *_parameter_gradients(region, calls, needs[3:], gathering)
+            return None, None, None, *_parameter_gradients(region, calls, needs[3:], gathering, ctx.length)
         channel = region.context.channel.of_gradients
         sending = channel.start_all_reduce(gx) if ctx.length is None else start_reduce_scatter(gx, channel)
-        finished = _parameter_gradients(region, calls, needs[3:], gathering)
+        finished = _parameter_gradients(region, calls, needs[3:], gathering, ctx.length)
         return None, None, sending.wait(), *finished
 
 
@@ -165,11 +165,11 @@ def _input_gradient(extra: Tensor | None, calls: Sequence[_Call], dtype: torch.d
 
 
 def _parameter_gradients(
-    region: _Open, calls: Sequence[_Call], needed: Sequence[bool], gathering: Gathering | None
+    region: _Open, calls: Sequence[_Call], needed: Sequence[bool], gathering: Pending | None, length: int
 ) -> list[Tensor | None]:
     """Return the gradients of all parameters, summed over the calls, as DTensors."""
     grads: list[Tensor | None] = [None] * len(needed)
-    gathered = None if gathering is None else gathering.wait()
+    gathered = None if gathering is None else join_parts(gathering.wait(), length)
     for member, grad, kept, weight in calls:
         i = member.place
         x = gathered if kept is None else kept
