@@ -38,11 +38,7 @@ def together(
 ) -> Iterator[None]:
     """Let every rank of ``group`` do something on ``model``; if it fails on one rank, all of them raise at its end.
 
-    Args:
-        model: what is worked on.
-        group: the ranks; None for those of the default process group.
-        doing: what is done, for the error.
-        changing: it changes ``model``, which is broken on all ranks if it fails on one.
+    If it is ``changing`` the model, that is broken on all ranks then.
 
     Raises:
         PartlyShardedError: it failed, and models are being changed.
@@ -77,11 +73,7 @@ def out_of_inference_mode() -> AbstractContextManager[object]:
 
 
 def refuse_broken(model: nn.Module) -> None:
-    """Raise if work on ``model`` has failed half-way.
-
-    Raises:
-        PartlyShardedError: it has.
-    """
+    """Raise if work on ``model`` has failed half-way."""
     if _FAILURE in model.__dict__:
         raise PartlyShardedError(model.__dict__[_FAILURE])
 

@@ -53,12 +53,7 @@ def launch_from_torch(*, backend: str | None = None, seed: int = 1024) -> None:
 
 
 def start_process_group(config: ShardConfig) -> None:
-    """Start the default process group for ``config``, unless it runs already or there is only one rank.
-
-    Raises:
-        ConfigError: several ranks are wanted and there is neither a process group nor torchrun or srun, or nothing says
-            where ranks meet.
-    """
+    """Start the default process group for ``config``, unless it runs already or there is only one rank."""
     if not dist.is_initialized():
         if (env := torchrun()) is None:
             if (wanted := config.ranks) > 1:
@@ -101,12 +96,7 @@ def _end() -> None:
 
 
 def _meeting(env: TorchrunEnv) -> dict[str, Any]:
-    """Return what torch does not find in the environment by itself: who this is, and where ranks meet.
-
-    Raises:
-        ConfigError: nothing says where.
-        MissingRanksError: ranks of torchrun did not all come.
-    """
+    """Return what torch does not find in the environment by itself: who this is, and where ranks meet."""
     if env.exported and env.restarts_in_place:
         return {"store": store_of(env), "rank": env.rank, "world_size": env.world_size}
     if env.exported:
@@ -125,11 +115,7 @@ def _meeting(env: TorchrunEnv) -> dict[str, Any]:
 
 
 def device_index(env: TorchrunEnv, devices: int) -> int:
-    """Return this process's device on its machine; without LOCAL_RANK, ranks fill machine after machine.
-
-    Raises:
-        ConfigError: the machine has fewer devices than processes.
-    """
+    """Return this process's device on its machine; without LOCAL_RANK, ranks fill machine after machine."""
     if devices <= 1:
         return 0  # of one's own: launchers can show each process its device alone
     if env.local_rank is None:

@@ -24,11 +24,7 @@ _PAUSES = 0.005, 0.5  # seconds between two looks into the store, at first and a
 
 
 def store_of(env: TorchrunEnv) -> Store:
-    """Return the part of torchrun's store that belongs to the ranks of this start; all of them make the call.
-
-    Raises:
-        MissingRanksError: they did not all come within 30 minutes.
-    """
+    """Return the part of torchrun's store that belongs to the ranks of this start; all of them make the call."""
     limit = datetime.timedelta(seconds=_LIMIT)
     shared = TCPStore(str(env.master_addr), int(env.master_port or 0), is_master=False, timeout=limit)
     return agreed_store(shared, env.rank, env.world_size, limit)
@@ -37,14 +33,7 @@ def store_of(env: TorchrunEnv) -> Store:
 def agreed_store(shared: Store, rank: int, world_size: int, limit: datetime.timedelta) -> Store:
     """Return a part of ``shared`` that nobody has used, the same for all ranks that are making this call.
 
-    Args:
-        shared: has what earlier ranks of the same numbers have left.
-        rank: of this process.
-        world_size: the number of ranks.
-        limit: how long to wait for the others.
-
-    Raises:
-        MissingRanksError: they did not all come.
+    In ``shared`` is what earlier ranks of the same numbers have left; ``limit`` is how long to wait for the others.
     """
     store, own = PrefixStore("shardcore/start", shared), secrets.token_hex(8)
     keys = [f"here/{other}" for other in range(world_size)]

@@ -14,11 +14,7 @@ from shardcore.nn import ParallelMixin
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise if ``model`` or a part of it was sharded before.
-
-    Raises:
-        AlreadyShardedError: it was.
-    """
+    """Raise if ``model`` or a part of it was sharded before."""
     for name, module in model.named_modules():
         if isinstance(module, ParallelMixin) or context_of(module) is not None:
             place = f"its submodule {name!r}" if name else "it"
@@ -35,11 +31,7 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 def refuse_packed(model: nn.Module) -> None:
-    """Raise if ``model`` has tensors that are made of others, as quantization makes them, which cannot be cut.
-
-    Raises:
-        NotSupportedError: it has.
-    """
+    """Raise if ``model`` has tensors that are made of others, as quantization makes them, which cannot be cut."""
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         kind = type(tensor)
         if hasattr(kind, "__tensor_flatten__") and not is_packed(tensor):  # the protocol of tensors around tensors
@@ -51,11 +43,7 @@ def refuse_packed(model: nn.Module) -> None:
 
 
 def check_model(model: object) -> None:
-    """Raise unless ``model`` is a module.
-
-    Raises:
-        ConfigError: it is something else, or inside of a wrapper already.
-    """
+    """Raise unless ``model`` is a module, and in no wrapper already."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError(
             f"the {type(model.module).__name__} is inside of a DistributedDataParallel, where a Trainer or "

@@ -143,10 +143,7 @@ class Channel:
     def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send each rank its piece of ``flat``, and return what came, (sum(received)); eager mode only.
 
-        Args:
-            flat: the pieces one after the other, by the rank that they go to.
-            sent: the size of each.
-            received: how much comes from each rank.
+        ``sent`` are the sizes of the pieces, by the rank that they go to; ``received`` of those that come.
         """
         out = flat.new_empty(sum(received))
         if flat.is_meta:
@@ -190,11 +187,7 @@ class Channel:
 
 
 def refuse_double_backward() -> None:
-    """Raise if a backward is being recorded (``create_graph=True``): collectives in it could not be differentiated.
-
-    Raises:
-        NotSupportedError: grad mode is on inside a backward.
-    """
+    """Raise if a backward is being recorded (``create_graph=True``): collectives in it could not be differentiated."""
     if torch.is_grad_enabled():
         raise NotSupportedError(
             "backward with create_graph=True through a tensor-parallel module: second derivatives are not supported. "
@@ -305,10 +298,7 @@ def copy_to_tp(x: Tensor, channel: Channel) -> Tensor:
 def reduce_from_tp(x: Tensor, channel: Channel, *, fresh: bool = False) -> Tensor:
     """Leave a region: all-reduce forward, identity backward (Megatron's *g*). Shape (..., H) in and out.
 
-    Args:
-        x: this rank's summand.
-        channel: of the tensor-parallel ranks.
-        fresh: nobody else holds ``x`` and no gradient formula reads it, so that it may be reduced in place.
+    ``fresh``: nobody else holds ``x`` and no gradient formula reads it, so that it may be reduced in place.
     """
     in_place = fresh and not torch.compiler.is_compiling()
     return (_ReduceFromTPInPlace if in_place else _ReduceFromTP).apply(x, channel)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch

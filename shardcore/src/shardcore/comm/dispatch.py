@@ -84,12 +84,7 @@ def _dense(rows: Tensor) -> Tensor:
 
 
 def plan_dispatch(wanted: Tensor, channel: Channel) -> Dispatch:
-    """Return who gets which rows; every rank of ``channel`` makes the call.
-
-    Args:
-        wanted: (T, ranks), True where a rank is to get a row.
-        channel: between the ranks.
-    """
+    """Return who gets which rows: ``wanted`` (T, ranks) is True where a rank is to get one; all ranks call it."""
     numbers = wanted.sum(0)
     ones = [1] * channel.size
     # One wait for the device: how much to send and to make room for is known to the host alone.

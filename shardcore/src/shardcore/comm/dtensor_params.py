@@ -69,11 +69,7 @@ def gathered_part(parameter: Tensor) -> Tensor | None:
 
 
 def expect_dtensor(parameter: Tensor) -> Tensor:
-    """Return a parameter of which this rank holds a part.
-
-    Raises:
-        WrapError: it is a whole plain tensor: somebody put one in the DTensor's place.
-    """
+    """Return a parameter of which this rank holds a part; raise if somebody put a whole tensor in its place."""
     if torch.compiler.is_compiling():
         return parameter
     if not isinstance(parameter, DTensor):
@@ -193,10 +189,8 @@ def _read_untraced(*parameters: Tensor, fresh: bool) -> tuple[Tensor, ...]:
 def read_local(*parameters: Tensor, fresh: bool = False) -> tuple[Tensor, ...]:
     """Return this rank's parts of DTensor parameters; their gradients are DTensors with the parameters' specs.
 
-    Args:
-        *parameters: DTensors on the ``tp`` axis, or plain tensors, which pass unchanged.
-        fresh: what is computed with the parts makes a new tensor for each gradient (a product, a lookup), and so they
-            are not copied.
+    Plain tensors pass unchanged. ``fresh``: what is computed with the parts makes a new tensor for each gradient (a
+    product, a lookup), and so they are not copied.
     """
     if torch.compiler.is_compiling():
         if not CAN_TRACE:
@@ -216,12 +210,8 @@ def read_partial(channel: Channel, *parameters: Tensor, deferred: bool = False) 
     """Read replicated parameters whose gradient on each rank is only a summand.
 
     The summands of all ``parameters`` are added up in one collective inside the backward, so that each backward of an
-    accumulation contributes exactly once.
-
-    Args:
-        channel: of the tensor-parallel ranks.
-        *parameters: DTensors that all of them hold alike.
-        deferred: leave the gradients partial DTensors, for `shardcore.reduce_partial_gradients`.
+    accumulation contributes exactly once; ``deferred`` leaves the gradients partial DTensors, for
+    `shardcore.reduce_partial_gradients`.
 
     Raises:
         WrapError: gradients are deferred, and one of ``parameters`` that needs one is a plain tensor, which cannot say

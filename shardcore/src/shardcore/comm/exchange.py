@@ -51,11 +51,7 @@ def _pieces(runs: Runs, size: int, ranks: int) -> Iterator[_Piece]:
 class Exchange:
     """Which rows of a parameter this rank sends to each other rank, and where those that it uses come from.
 
-    Args:
-        used: the rows that each rank uses, by rank.
-        size: the number of rows of the whole parameter.
-        rank: this rank.
-        dim: the dim along which it is cut.
+    ``used`` are the rows that each rank uses, of the ``size`` rows of the whole parameter along ``dim``.
     """
 
     def __init__(self, used: Sequence[Runs], size: int, rank: int, dim: int = 0) -> None:
@@ -101,13 +97,7 @@ def _exchange_untraced(channel: Channel, exchanges: Sequence[Exchange], paramete
 def exchange_rows(channel: Channel, exchanges: Sequence[Exchange], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the rows of ``parameters`` that this rank uses, as plain tensors (m, ...).
 
-    Args:
-        channel: of the tensor-parallel ranks.
-        exchanges: for each parameter, which rows go where.
-        parameters: DTensors split over the ranks (n, ...), along the dim of their exchange.
-
-    Raises:
-        WrapError: one of them is a plain tensor: somebody put it in the DTensor's place.
+    They are DTensors split over the ranks (n, ...), each along the dim of its exchange.
     """
     if torch.compiler.is_compiling():
         return _exchange_untraced(channel, exchanges, parameters)  # type: ignore[no-any-return]  # breaks the graph
@@ -213,7 +203,11 @@ class _GatherRows(Function):
         trained = [p if needed else None for p, needed in zip(parameters, ctx.needs_input_grad[1:], strict=True)]
         for places in by_dtype(trained):
             parts = [local_tensor(parameters[i]) for i in places]
-            summands = [_rows_of_ranks(grads[i], part, channel.size) for i, part in zip(places, parts, strict=True)]
+            # What belongs to each rank's part (n, ...) of a gradient (c*n, ...): (c, m).
+            summands = [
+                part.new_zeros(channel.size, part.numel()) if (g := grads[i]) is None else g.reshape(channel.size, -1)
+                for i, part in zip(places, parts, strict=True)
+            ]
             own = channel.reduce_scatter(torch.cat(summands, 1)).split([part.numel() for part in parts])
             for i, part, piece in zip(places, parts, own, strict=True):
                 if grads[i] is not None:
@@ -221,23 +215,11 @@ class _GatherRows(Function):
         return None, *out
 
 
-def _rows_of_ranks(grad: Tensor | None, part: Tensor, ranks: int) -> Tensor:
-    """Return a gradient (c*n, ...) as what belongs to each rank's part (n, ...): (c, m), or zeros for None."""
-    return part.new_zeros(ranks, part.numel()) if grad is None else grad.reshape(ranks, -1)
-
-
 def gather_rows(channel: Channel, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of ``parameters`` that the ranks of ``channel`` hold together, as plain tensors.
+    """Return the rows of ``parameters`` that the ranks of ``channel`` hold together, as plain tensors (c*n, ...).
 
-    Args:
-        channel: neighbouring tensor-parallel ranks, in the order of their parts.
-        *parameters: DTensors split on dim 0 over all tensor-parallel ranks into equal parts (n, ...).
-
-    Returns:
-        For each parameter (c*n, ...), the same on all ranks of ``channel``.
-
-    Raises:
-        WrapError: one of them is a plain tensor: somebody put it in the DTensor's place.
+    The ranks are neighbours on ``tp``, in the order of their parts. The parameters are DTensors split on dim 0 over all
+    tensor-parallel ranks into equal parts (n, ...).
     """
     for parameter in parameters:
         expect_dtensor(parameter)

@@ -32,11 +32,7 @@ def torch_lacks() -> str | None:
 
 
 def install() -> None:
-    """Let torch clip gradients on several meshes by one norm; the first call acts, the others do nothing.
-
-    Raises:
-        NotSupportedError: this torch lacks what is needed.
-    """
+    """Let torch clip gradients on several meshes by one norm; the first call acts, the others do nothing."""
     module: Any = clip_grad
     public: Any = torch.nn.utils
     if hasattr(module, _INSTALLED):

@@ -105,10 +105,7 @@ def runs_of(
 ) -> list[Runs]:
     """Return the runs along every dim of a tensor of ``shape`` that are at ``coordinate`` on a mesh of ``sizes``.
 
-    Some may be empty.
-
-    Raises:
-        NotSupportedError: the placements cut one dim in a way that is not known.
+    Some may be empty. It raises if the placements cut one dim in a way that is not known.
     """
     runs: list[Runs] = [(span,) for span in place_of(shape, sizes, placements, coordinate)]
     for dim, axis in _several_runs(sizes, placements).items():
@@ -140,11 +137,7 @@ def cut(full: Tensor, runs: Sequence[Runs]) -> Tensor:
 
 
 def blocks_of(spec: DTensorSpec, coordinate: Sequence[int]) -> list[Block]:
-    """Return the boxes of a tensor that are at ``coordinate``, none of them empty.
-
-    Raises:
-        NotSupportedError: its placements cut one dim in a way that leaves no such boxes.
-    """
+    """Return the boxes of a tensor that are at ``coordinate``, none of them empty."""
     return _boxes(_runs(spec, coordinate))
 
 
@@ -186,12 +179,7 @@ def copies_of(tensor: DTensor, home: Sequence[int]) -> Iterator[tuple[int, Block
 
 
 def check_parts(state: Mapping[str, Any]) -> None:
-    """Make sure that this rank holds of every tensor what the others will expect of it.
-
-    Raises:
-        ConfigError: a tensor has no values.
-        NotSupportedError: a tensor is cut in a way that `blocks_of` does not know.
-    """
+    """Make sure that this rank holds of every tensor what the others will expect of it; raise if it does not."""
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             continue

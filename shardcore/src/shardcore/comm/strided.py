@@ -51,9 +51,6 @@ def install() -> None:
     """Make torch save, load and distribute DTensors of several runs, and refuse the FSDP2 cut that it gets wrong.
 
     Process-wide; the first call acts, the others do nothing.
-
-    Raises:
-        NotSupportedError: this torch lacks what is needed.
     """
     if hasattr(DTensor, _INSTALLED):
         return
@@ -75,11 +72,7 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
 
 
 def _blocks(tensor: DTensor) -> list[Block] | None:
-    """Return the boxes that this rank holds of a tensor of several runs; None for all others, torch's to handle.
-
-    Raises:
-        NotSupportedError: another placement cuts the same dim.
-    """
+    """Return the boxes that this rank holds of a tensor of several runs; None for all others, torch's to handle."""
     spec = spec_of(tensor)
     return own_blocks(tensor) if spec is not None and several_runs(spec) else None
 

@@ -33,11 +33,8 @@ def policy_at(policy: Policy, path: str) -> Policy:
 class PartFinder:
     """Finds the parts of a model.
 
-    Attributes:
-        builder: has the whole model, and takes problems.
-        rules_of: returns the rules of a policy.
-        delegates: finds the policies that no rule gives.
-        known: the policies that an earlier search has found, by path: they may have changed the model meanwhile.
+    Those that no rule gives come from ``delegates``. ``known`` are the policies that an earlier search has found, by
+    path: they may have changed the model meanwhile.
     """
 
     builder: PlanBuilder
@@ -46,11 +43,7 @@ class PartFinder:
     known: Mapping[str, Policy]
 
     def find(self, policy: Policy, origin: str) -> list[Part]:
-        """Return all parts, the whole model first, outer ones before inner ones, and set ``policy.parts``.
-
-        Raises:
-            NoPolicyError: no pack serves a delegated submodule.
-        """
+        """Return all parts, the whole model first, outer ones before inner ones, and set ``policy.parts``."""
         parts = [self._part("", self.builder.model, policy, origin)]
         for part in parts:  # grows while it is gone through
             for found, rule in self._inner(part):

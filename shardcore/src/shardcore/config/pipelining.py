@@ -27,15 +27,7 @@ PIPELINE_FIELDS = (
 
 
 def chunks_of(schedule: str | None, chunks: int | None) -> int:
-    """Return how many stages each rank has.
-
-    Args:
-        schedule: its name; None is ``"1f1b"``.
-        chunks: what was asked for; None for what is usual.
-
-    Raises:
-        ConfigError: the schedule does not have so many stages on a rank.
-    """
+    """Return how many stages each rank has: ``chunks``, which the schedule has to allow, or what is usual."""
     schedule = schedule or "1f1b"
     usual = 2 if schedule in _LOOPED else 1
     if chunks is None:

@@ -185,11 +185,7 @@ def shared_groups() -> set[ProcessGroup]:
 
 
 def default_group() -> ProcessGroup:
-    """Return the default process group.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Return the default process group; raise if there is none."""
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no default process group; call torch.distributed.init_process_group() first")
@@ -217,10 +213,7 @@ def group_of(mesh: DeviceMesh) -> ProcessGroup | None:
 def group_of_ranks(ranks: tuple[int, ...], backend: str, beside: ProcessGroup | None = None) -> ProcessGroup:
     """Return the one group of global ``ranks``, each of which makes the call.
 
-    Args:
-        ranks: this rank among them.
-        backend: theirs, as torch prints it.
-        beside: the group that it ends with, and waits as long as; by default the default one.
+    ``backend`` is as torch prints it. The group ends with ``beside``, or the default one, and waits as long.
     """
     if len(ranks) == dist.get_world_size():
         return default_group()
@@ -238,9 +231,7 @@ def group_of_ranks(ranks: tuple[int, ...], backend: str, beside: ProcessGroup | 
 def host_group(ranks: tuple[int, ...], *, shared: bool = True) -> ProcessGroup:
     """Return a gloo group of global ``ranks``, whose collectives wait for no device; each of them makes the call.
 
-    Args:
-        ranks: this rank among them.
-        shared: one for all callers: the default group where it is such a group. Otherwise a new one, for a thread.
+    If ``shared``, one for all callers: the default group where it is such a group. Otherwise a new one, for a thread.
     """
     known = _groups.setdefault(default_group(), {})
     if shared and (ranks, "hosts") in known:

@@ -138,10 +138,7 @@ class ShardContext:
     def join_neighbours(self, count: int) -> None:
         """Find the groups of ``count`` neighbouring ranks that ``tp`` consists of, one for all models on its group.
 
-        Every rank of ``tp`` makes the call, with the same counts in the same order.
-
-        Args:
-            count: divides the number of ranks; all of them are the group of ``tp`` itself.
+        Every rank of ``tp`` makes the call, with the same counts, which divide the number of ranks, in the same order.
         """
         if count in self.neighbours or count == self.size:
             return
@@ -237,11 +234,7 @@ class ShardContext:
 def as_context(where: ProcessGroup | list[ProcessGroup] | DeviceMesh | ShardContext | None) -> ShardContext:
     """Return the context for whatever `ParallelModule.from_native_module` was given as its process group.
 
-    None is the default process group.
-
-    Raises:
-        ConfigError: None was given, and there is no default process group.
-        NotSupportedError: several process groups were given (multi-dimensional tensor parallelism).
+    None is the default process group; several groups (multi-dimensional tensor parallelism) are refused.
     """
     if isinstance(where, ShardContext):
         return where

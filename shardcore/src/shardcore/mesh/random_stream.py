@@ -112,11 +112,7 @@ class RandomStream:
         return {name: state.clone() for name, state in zip(self._devices, states, strict=True)}
 
     def load(self, states: Mapping[str, Tensor]) -> None:
-        """Continue from ``states``, as `state` returned them.
-
-        Raises:
-            ValueError: ``states`` lacks one of the stream's devices, or names another.
-        """
+        """Continue from ``states``, as `state` returned them; raise if they are of other devices."""
         if set(states) != set(self._devices):
             raise ValueError(f"random state for {sorted(states)}; this model's stream has {sorted(self._devices)}")
         self._states = [states[name].clone() for name in self._devices]
@@ -126,13 +122,9 @@ class RandomStream:
     # Generator states cannot be traced: a compiled graph breaks here, and at the three below.
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def enter(self, draws: Callable[[], bool] = lambda: False) -> None:
-        """Swap the stream in, unless an enclosing module has done so.
+        """Swap the stream in, unless an enclosing module has done so; raise if another thread is running the model.
 
-        Args:
-            draws: whether the call may draw, alike on all ranks that share the model; asked in the outermost one.
-
-        Raises:
-            NotSupportedError: another thread is running the model.
+        The outermost call asks ``draws`` whether it may draw, alike on all ranks that share the model.
         """
         if not self._levels:
             seed = None

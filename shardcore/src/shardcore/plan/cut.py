@@ -69,12 +69,7 @@ class Cut:
 
     @classmethod
     def by(cls, config: ShardConfig, model: nn.Module, stages: Stages | None) -> Cut:
-        """Cut ``model`` as a configuration says.
-
-        Args:
-            config: the configuration, which has a ``pipeline_parallel_size``.
-            model: the model, on any device; only sizes are read.
-            stages: where its policy says that it can be cut; None if it does not say.
+        """Cut ``model`` as a configuration says; ``stages`` are None if its policy does not say where it can be cut.
 
         Raises:
             ConfigError: the model has too few blocks, or settings contradict each other.
@@ -126,11 +121,7 @@ class Cut:
 def balanced(work: Sequence[float], number: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """Return where ``number`` stages begin so that the busiest has the least work, and of these the most even ones.
 
-    Args:
-        work: of each block.
-        number: how many stages, each of which gets a block.
-        first: what the first stage does besides.
-        last: what the last stage does besides.
+    ``work`` is that of each block, ``first`` and ``last`` what these stages do besides; each stage gets a block.
     """
     count, until = len(work), (0.0, *itertools.accumulate(work))
 
@@ -156,12 +147,7 @@ def balanced(work: Sequence[float], number: int, *, first: float = 0.0, last: fl
 
 
 def shares(model: nn.Module, cut: Cut) -> list[float]:
-    """Return the share of each stage in the work of all of them, as `Cut.of` counts it.
-
-    Args:
-        model: the whole model.
-        cut: how it is cut.
-    """
+    """Return the share of each stage in the work of all of them, as `Cut.of` counts it; ``model`` is the whole one."""
     work = [sum(_work(model, [cut.blocks[block]]) for block in cut.held(stage)) for stage in range(len(cut))]
     work[0] += _at(model, cut.stages, "first")
     work[-1] += _at(model, cut.stages, "last")

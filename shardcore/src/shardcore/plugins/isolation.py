@@ -14,15 +14,8 @@ def attempt(call: Callable[[], Result], what: str) -> Result:
     """Return what code of a pack returns; whatever it raises is an `Exception` afterwards.
 
     Not only exceptions are contained: ``sys.exit`` in a plugin or a test framework's "skip this" must not end the
-    program of somebody who merely has the pack installed. An interrupt goes through: it is the user's Ctrl-C.
-
-    Args:
-        call: runs the code.
-        what: names it, for the error.
-
-    Raises:
-        PackError: the code raised something that is no `Exception`; that is chained.
-        Exception: the code raised it.
+    program of somebody who merely has the pack installed: a `PackError`, which says ``what`` it was, is raised from it.
+    An interrupt goes through: it is the user's Ctrl-C.
     """
     try:
         return call()

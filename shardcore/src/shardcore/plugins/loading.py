@@ -64,11 +64,7 @@ class Pack:
 
 
 def load_packs(entry_points: Iterable[importlib_metadata.EntryPoint] | None) -> list[Pack]:
-    """Load every pack that the environment allows; one that fails is recorded as broken.
-
-    Raises:
-        PackError: a pack is broken, under `SHARDCORE_STRICT=1`.
-    """
+    """Load every pack that the environment allows; one that fails is recorded as broken, or raises under strict."""
     allowed, denied, strict = _env.packs(), _env.disabled_packs(), _env.strict()
     plugins: list[tuple[object, Pack]] = []
     packs = []
@@ -153,13 +149,7 @@ def _is_among(pack: Pack, names: frozenset[str]) -> bool:
 
 
 def _load(entry_point: importlib_metadata.EntryPoint, pack: Pack, plugins: list[tuple[object, Pack]]) -> Pack:
-    """Load one pack and collect what it offers; whatever it raises becomes its `error`.
-
-    Args:
-        entry_point: of the pack.
-        pack: what is known of it.
-        plugins: those of the packs that are loaded; its own is added.
-    """
+    """Load one pack, collect what it offers, and add its plugin to others; whatever it raises becomes its `error`."""
     try:
         # Filters that a plugin sets would decide what becomes of the warnings of everybody after it.
         with warnings.catch_warnings():

@@ -52,13 +52,7 @@ def full_name(cls: type) -> str:
 def unserved(
     cls: type, packs: Sequence[Pack], offers: Mapping[str, Iterable[tuple[PolicySpec, Pack]]]
 ) -> Iterator[str]:
-    """Yield the lines of a `NoPolicyError`.
-
-    Args:
-        cls: the class that no pack serves.
-        packs: those that are installed, loaded or not.
-        offers: full name of a class -> the policies for it, of which the installed libraries meet no requirement.
-    """
+    """Yield the lines of a `NoPolicyError`; of ``offers``, by full names of classes, no requirement is met."""
     names = [full_name(base) for base in cls.__mro__ if base is not object]
     yield f"no installed pack serves {names[0]}."
     yield from _ways_out(names, packs)

@@ -104,11 +104,9 @@ class EnterExperts(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncRouting(Step):
-    """Replicas tell each other which experts of the module ``path`` they have called.
+    """Replicas tell each other which ``experts`` (so many) of the module ``path`` they have called.
 
-    Attributes:
-        weights: the list of experts, named from the module.
-        experts: their number.
+    ``weights`` is their list, named from the module.
     """
 
     splits: ClassVar[bool] = False

@@ -14,11 +14,7 @@ from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuseNorm(Step):
-    """A root-mean-square norm computes with `torch.nn.functional.rms_norm`.
-
-    Attributes:
-        eps: the attribute of the module that is its epsilon.
-    """
+    """A root-mean-square norm computes with `torch.nn.functional.rms_norm`; the attribute ``eps`` is its epsilon."""
 
     splits: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.FUSE

@@ -21,11 +21,7 @@ from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallByMethods(Step):
-    """The module is run by methods besides its forward.
-
-    Attributes:
-        methods: their names.
-    """
+    """The module is run by methods besides its forward."""
 
     splits: ClassVar[bool] = False
     mixin: ClassVar[type[ParallelMixin]] = MethodsAsCalls
@@ -80,11 +76,7 @@ class GatherOutputs(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherStageAttentions(Step):
-    """Attention weights of stages, which have heads of different numbers, are gathered.
-
-    Attributes:
-        sizes: the heads of each stage; 0 where every rank has all of them.
-    """
+    """Attention weights of stages with ``sizes`` heads are gathered; it is 0 where every rank has all of them."""
 
     mixin: ClassVar[type[ParallelMixin]] = StageAttentions
     gathers_captured: ClassVar[tuple[str, ...]] = ("attentions",)
@@ -100,8 +92,7 @@ class GatherStageAttentions(Step):
 class RefuseCaptured(Step):
     """Outputs that the module could capture from its layers, and that no rule gathers, are refused.
 
-    Attributes:
-        outputs: name of the output -> a module in which each rank has a part of it.
+    ``outputs`` are their names, each with a module in which each rank has a part of it.
     """
 
     mixin: ClassVar[type[ParallelMixin]] = RefusesCaptured

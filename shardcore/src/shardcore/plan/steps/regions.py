@@ -179,11 +179,7 @@ class EnterRegion(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnterArgument(Step):
-    """A further tensor enters the regions below the module ``path``, once for all of them.
-
-    Attributes:
-        argument: name and position of the argument of the module that is the tensor.
-    """
+    """A further tensor, an argument of the module ``path``, enters the regions below it, once for all of them."""
 
     argument: tuple[str, int]
 
