@@ -137,8 +137,7 @@ class PolicySpec:
     api: int = 1
 
     def __post_init__(self) -> None:
-        _check_target(self)
-        _check_reference("PolicySpec", "policy", self.policy)
+        _check_names(self, "policy", self.policy)
         _check_terms(self)
 
 
@@ -187,8 +186,7 @@ class ParallelModuleSpec:
     api: int = 1
 
     def __post_init__(self) -> None:
-        _check_target(self)
-        _check_reference("ParallelModuleSpec", "module", self.module)
+        _check_names(self, "module", self.module)
         if not isinstance(self.replaces, str) or not self.replaces.isidentifier():
             raise ConfigError(
                 f"ParallelModuleSpec: replaces is {self.replaces!r}; wanted the bare name of a class of shardcore.nn, "
@@ -257,27 +255,36 @@ def shardcore_conformance_cases() -> list[str]:  # type: ignore[empty-body]  # a
     """
 
 
-def _check_target(spec: PolicySpec | ParallelModuleSpec) -> None:
+def _check_names(spec: PolicySpec | ParallelModuleSpec, name: str, offered: object) -> None:
+    """Refuse a target, or what is ``offered`` for it, that does not name a class by its module."""
+    kind = type(spec).__name__
     if not _is_dotted(spec.target, at_least=2):
-        kind = type(spec).__name__
         raise ConfigError(f"{kind}: target is {spec.target!r}; wanted a string like 'package.module.Class'")
-
-
-def _check_reference(kind: str, name: str, text: object) -> None:
-    """Refuse what does not name a class by its module."""
-    if not is_reference(text):
-        raise ConfigError(f"{kind}: {name} is {text!r}; wanted a string like 'module:Class'")
+    if not is_reference(offered):
+        raise ConfigError(f"{kind}: {name} is {offered!r}; wanted a string like 'module:Class'")
 
 
 def _check_terms(spec: PolicySpec | ParallelModuleSpec) -> None:
-    """Refuse a priority, an api or a requirement that means nothing."""
+    """Refuse a priority, an api or a requirement that means nothing, or cannot be compared with what is installed."""
     kind = type(spec).__name__
     if type(spec.priority) is not int:
         raise ConfigError(f"{kind}: priority is {spec.priority!r}; wanted an integer, like 1")
     if type(spec.api) is not int or spec.api < 1:
         raise ConfigError(f"{kind}: api is {spec.api!r}; wanted 1 or more (this shardcore knows {API_VERSION})")
-    if spec.requires is not None:
-        _check_requirement(kind, spec.requires)
+    if spec.requires is None:
+        return
+    # Imported here because most specs have no requirement, and every plugin pays for what this module imports.
+    from packaging.requirements import Requirement
+
+    wanted = "a PEP 508 requirement like 'some-library>=5'"
+    try:
+        requirement = Requirement(spec.requires)
+        if requirement.marker is not None:
+            requirement.marker.evaluate()  # one that compares what cannot be compared parses all the same
+    except Exception as error:
+        raise ConfigError(f"{kind}: requires is {spec.requires!r}; wanted {wanted}") from error
+    if requirement.url is not None or requirement.extras:
+        raise ConfigError(f"{kind}: requires is {spec.requires!r}; wanted {wanted}, without extras and without a URL")
 
 
 def is_reference(text: object) -> bool:
@@ -290,19 +297,3 @@ def _is_dotted(text: object, at_least: int = 1) -> bool:
     """Whether `text` is a string of so many Python names or more, joined by dots."""
     names = text.split(".") if isinstance(text, str) else []
     return len(names) >= at_least and all(name.isidentifier() for name in names)
-
-
-def _check_requirement(kind: str, requires: str) -> None:
-    """Refuse a requirement that cannot be compared with an installed version."""
-    # Imported here because most specs have no requirement, and every plugin pays for what this module imports.
-    from packaging.requirements import Requirement
-
-    wanted = "a PEP 508 requirement like 'some-library>=5'"
-    try:
-        requirement = Requirement(requires)
-        if requirement.marker is not None:
-            requirement.marker.evaluate()  # one that compares what cannot be compared parses all the same
-    except Exception as error:
-        raise ConfigError(f"{kind}: requires is {requires!r}; wanted {wanted}") from error
-    if requirement.url is not None or requirement.extras:
-        raise ConfigError(f"{kind}: requires is {requires!r}; wanted {wanted}, without extras and without a URL")

@@ -50,21 +50,19 @@ def together(
     except BaseException as error:
         if not changing:
             raise
-        broken = error if isinstance(error, PartlyShardedError) else _half_way(model, doing, error)
+        if isinstance(error, PartlyShardedError):
+            broken = error
+        else:
+            broken = PartlyShardedError(
+                f"{doing} this {type(model).__name__} failed half-way: {type(error).__name__}: {error}. "
+                "The model is unusable; build it anew."
+            )
+            broken.told_by = getattr(error, "told_by", None)
         model.__dict__[_FAILURE] = str(broken)
         add_mixin(model, _Broken)
         if broken is error or not isinstance(error, Exception):
             raise
         raise broken from error
-
-
-def _half_way(model: nn.Module, doing: str, error: BaseException) -> PartlyShardedError:
-    broken = PartlyShardedError(
-        f"{doing} this {type(model).__name__} failed half-way: {type(error).__name__}: {error}. "
-        "The model is unusable; build it anew."
-    )
-    broken.told_by = getattr(error, "told_by", None)
-    return broken
 
 
 def out_of_inference_mode() -> AbstractContextManager[object]:

@@ -189,7 +189,8 @@ class ModelSharder:
             self.plan = self.compile()
             if self._sync_from is not None:
                 check_source(self.model, self._sync_from, self.group)
-            own.report = self._report(self.plan)
+            items = () if is_alone(self.group) else self._items(self.plan)
+            own.report = Report(items=tuple(items), seed=torch.initial_seed())
         if world_size(self.config) == 1 or self.plan is None:
             return None
         config = self.plan.config
@@ -209,10 +210,6 @@ class ModelSharder:
             origin=self._origin,
         )
         return self.context
-
-    def _report(self, plan: ShardPlan) -> Report:
-        items = () if is_alone(self.group) else self._items(plan)
-        return Report(items=tuple(items), seed=torch.initial_seed())
 
     def _items(self, plan: ShardPlan) -> Iterator[Item]:
         """Yield everything that ranks have to hold alike, so that the first difference explains the others."""

@@ -21,15 +21,11 @@ def attempt(call: Callable[[], Result], what: str) -> Result:
         return call()
     except (Exception, KeyboardInterrupt):
         raise
-    except BaseException as error:
-        raise PackError(f"{what} {_ending(error)}") from error
-
-
-def _ending(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
+    except SystemExit as error:
         code = error.code if isinstance(error.code, int | str | None) else type(error.code).__name__
-        return f"tried to end the process, with exit code {code!r}"
-    return f"raised {in_one_line(error)}"
+        raise PackError(f"{what} tried to end the process, with exit code {code!r}") from error
+    except BaseException as error:
+        raise PackError(f"{what} raised {in_one_line(error)}") from error
 
 
 def in_full(error: BaseException) -> str:

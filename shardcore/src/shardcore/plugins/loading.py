@@ -10,7 +10,7 @@ import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import importlib_metadata
 import pluggy
@@ -29,6 +29,8 @@ _UNKNOWN = "unknown"
 _FILE = "entry_points.txt"
 
 _OBSERVERS = ("shardcore_before_shard", "shardcore_after_shard")
+
+Offer = TypeVar("Offer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,28 +186,22 @@ def _offers_of(plugin: object, pack: Pack, others: list[tuple[object, Pack]]) ->
             own[caller.name] = implementation
     if not own:
         raise PackError(f"{pack.value} implements no hook: wanted a function shardcore_*, marked with hookimpl")
-    specs = tuple(_offered(own, "shardcore_policies", _is_a(PolicySpec), "PolicySpec"))
-    modules = tuple(_offered(own, "shardcore_parallel_modules", _is_a(ParallelModuleSpec), "ParallelModuleSpec"))
-    cases = tuple(_offered(own, "shardcore_conformance_cases", is_reference, "strings like 'module:callable'"))
+    specs = _offered(own, "shardcore_policies", PolicySpec)
+    modules = _offered(own, "shardcore_parallel_modules", ParallelModuleSpec)
+    cases = _offered(own, "shardcore_conformance_cases", str)
     _check_api([*specs, *modules], pack)
     observers = {name: _with_known_arguments(own[name]) for name in _OBSERVERS if name in own}
     return plugin, {"specs": specs, "modules": modules, "cases": cases, "observers": observers}
 
 
-def _is_a(kind: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, kind)
-
-
-def _offered(
-    own: Mapping[str, pluggy.HookImpl], hook: str, fits: Callable[[object], bool], wanted: str
-) -> Iterator[Any]:
-    """Yield what one hook of a plugin returns."""
-    if hook not in own:
-        return
-    offered = own[hook].function()
+def _offered(own: Mapping[str, pluggy.HookImpl], hook: str, kind: type[Offer]) -> tuple[Offer, ...]:
+    """Return what one hook of a plugin returns; strings have to be references."""
+    offered = own[hook].function() if hook in own else []
+    fits: Callable[[object], bool] = is_reference if kind is str else lambda value: isinstance(value, kind)
     if not isinstance(offered, list) or not all(map(fits, offered)):
+        wanted = "strings like 'module:callable'" if kind is str else kind.__name__
         raise PackError(f"{hook} returned {as_text(offered)}; wanted a list of {wanted}")
-    yield from offered
+    return tuple(offered)
 
 
 def _with_known_arguments(implementation: pluggy.HookImpl) -> Callable[..., None]:

@@ -61,7 +61,9 @@ def unserved(
         if spec.requires is not None:
             have = installed(Requirement(spec.requires).name) or "not installed"
             yield f"  left out: {spec.policy} of pack {pack} requires {spec.requires} (here: {have})"
-    yield f"  looked for: {', '.join([names[0], *(name for name in names[1:] if _is_of_a_model(name))])}"
+    # Of the bases those that a policy may be for: not what every model of torch derives from, nor what others mix in.
+    bases = [name for name in names[1:] if name.partition(".")[0] != "torch" and not name.endswith("Mixin")]
+    yield f"  looked for: {', '.join([names[0], *bases])}"
     yield "  installed packs:" if packs else "  installed packs: none"
     yield from (f"    {pack}: {pack.status}: {in_one_line(pack.error)}" for pack in packs if pack.error)
     for status, by in (("blocked", " by SHARDCORE_PACKS or SHARDCORE_DISABLE_PACKS"), ("loaded", "")):
@@ -124,11 +126,6 @@ def _sources() -> Path | None:
 def first_party() -> frozenset[str]:
     """Return the names of the packs of this project."""
     return frozenset(families().values())
-
-
-def _is_of_a_model(name: str) -> bool:
-    """Tell bases that a policy may be for from what every model of torch derives from, and from what others mix in."""
-    return name.partition(".")[0] != "torch" and not name.endswith("Mixin")
 
 
 def _drafted(name: str) -> str:
