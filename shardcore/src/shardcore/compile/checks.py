@@ -57,7 +57,7 @@ def _twice(stages: Stages, rule: str) -> Iterator[Problem]:
             )
         parts.setdefault(name, part)
     for name, part in parts.items():
-        for outer in (outer for outer in _above(name) if outer in parts):
+        for outer in (outer for outer in reversed([*above(name)]) if outer in parts):
             what = f"it is below {outer!r}, which {parts[outer]} names already"
             yield Problem(where=name, rule=f"{rule}.{part}", what=what, todo=f"name it, or {outer!r}, not both")
     for name in stages.mapped(lambda name: name).optional:
@@ -89,11 +89,11 @@ def _loose(model: nn.Module, stages: Stages, rule: str) -> Iterator[Problem]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         shapes[name] = tuple(parameter.shape)
-    around = {outer for _, name in stages.parts() for outer in _above(name)} | set(stages.lists)
+    around = {"", *stages.lists, *(outer for _, name in stages.parts() for outer in above(name))}
     loose: dict[str, list[str]] = {}
     for tied in names.values():
         if not any(map(stages.holder, tied)):
-            place = next(outer for outer in (*_above(tied[0]), tied[0]) if outer not in around)
+            place = next(outer for outer in (*reversed([*above(tied[0])]), tied[0]) if outer not in around)
             loose.setdefault(place, []).append(tied[0])
     for place, inside in loose.items():
         if place in shapes:
@@ -104,11 +104,6 @@ def _loose(model: nn.Module, stages: Stages, rule: str) -> Iterator[Problem]:
             what = f"its parameters ({len(inside)}: {first}{more}) are held by no stage"
         todo = "name it in first, blocks, between, last or everywhere"
         yield Problem(where=place, rule=rule, what=what, todo=todo)
-
-
-def _above(name: str) -> list[str]:
-    """Return the names of what holds ``name``, the outermost first."""
-    return [name[:end] for end, letter in enumerate(name) if letter == "."]
 
 
 def report_tensors(builder: PlanBuilder) -> None:
