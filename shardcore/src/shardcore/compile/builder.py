@@ -10,11 +10,11 @@ from torch import nn
 from typing_extensions import override
 
 from shardcore.config import ShardConfig
-from shardcore.errors import Problem
+from shardcore.errors import PlanError, Problem
 from shardcore.nn import Layout, ParallelMixin
 from shardcore.nn.context.shard import divided_attention
 from shardcore.nn.layout import ExpertsLayout
-from shardcore.plan.steps.base import PlanView, Step
+from shardcore.plan.steps.base import ParameterClaim, PlanView, Step
 from shardcore.plan.steps.modules import Swap
 from shardcore.policy import HeadCounts, Policy, Rule, Scope
 from shardcore.styles._finding import dotted, is_in, submodule
@@ -27,23 +27,13 @@ Modules = Callable[[type[nn.Module], type[ParallelMixin]], type[ParallelMixin] |
 
 
 @dataclass
-class ParameterClaim:
-    """A rule says how one parameter lies; ``asked`` is the name by which the rule reached it."""
-
-    name: str
-    rule: str
-    layout: Layout | None
-    asked: str
-
-
-@dataclass
 class PlanBuilder(PlanView):
     """What planning has gathered so far."""
 
     model: nn.Module
     config: ShardConfig
     ranks: int
-    claims: dict[str, list[ParameterClaim]] = field(default_factory=dict)  # by the parameter's full name
+    claims: dict[str, list[ParameterClaim]] = field(default_factory=dict)
     steps: dict[str, Step] = field(default_factory=dict)  # by their representation: options may be unhashable
     steps_at: dict[str, list[Step]] = field(default_factory=dict)  # the same by path: only those of one path conflict
     named: dict[str, nn.Module] = field(init=False)  # the modules by all of their names
@@ -58,22 +48,8 @@ class PlanBuilder(PlanView):
         self.paths = {id(module): path for path, module in reversed(self.named.items())}
 
     @override
-    def at(self, path: str) -> Sequence[Step]:
-        return self.steps_at.get(path, ())
-
-    @override
     def at_module(self, module: nn.Module) -> Sequence[Step]:
-        return self.at(self.paths[id(module)]) if id(module) in self.paths else ()
-
-    @override
-    def rule_of(self, parameter: str) -> str | None:
-        claims = self.claims.get(parameter)
-        return claims[0].rule if claims else None
-
-    @override
-    def layout_of(self, parameter: str) -> Layout | None:
-        claims = self.claims.get(parameter)
-        return claims[0].layout if claims else None
+        return self.steps_at.get(self.paths[id(module)], ()) if id(module) in self.paths else ()
 
     def report(self, *, what: str, todo: str, where: str = "", rule: str = "(none)") -> None:
         """Record a problem, unless it is known."""
@@ -125,6 +101,11 @@ class PlanBuilder(PlanView):
                 todo="leave it None (enable_sequence_parallelism divides tokens between regions), or add attention=... "
                 "to the sequence(...) rule of the policy, after gradients were compared with those of one rank",
             )
+
+    def failure(self, policy: Policy, problems: Sequence[Problem]) -> PlanError:
+        """Return the error that says all ``problems`` of a policy with the model."""
+        fit = f"{type(policy).__qualname__} does not fit {type(self.model).__qualname__}"
+        return PlanError(f"{fit} at tensor_parallel_size {self.ranks}", problems)
 
     def _check(self, step: Step) -> None:
         for problem in step.check(self):

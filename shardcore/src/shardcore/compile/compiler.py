@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from shardcore.compile.builder import Modules, ParameterClaim, Part, PlanBuilder, Rules, RuleScope, matches
+from shardcore.compile.builder import Modules, Part, PlanBuilder, RuleScope, matches
 from shardcore.compile.checks import check_stages, refuse_captured, report_tensors
 from shardcore.compile.data_policy import policy_of
 from shardcore.compile.parts import Delegates, PartFinder, joined_stages
 from shardcore.compile.switches import optimize
 from shardcore.config import ShardConfig
-from shardcore.errors import PlanError, Problem, ShardcoreError
 from shardcore.mesh.axes import device_type_here
 from shardcore.plan import ParameterPlan, PartPlan, ShardPlan, Stages
-from shardcore.plan.steps.base import Step
+from shardcore.plan.steps.base import ParameterClaim
 from shardcore.plan.steps.modules import ScopeRandomness
 from shardcore.policy import Heads, Policy
 
@@ -52,8 +50,7 @@ def compile_plan(
     policy = policy() if isinstance(policy, type) else policy
     config = config.resolve(config.ranks)
     builder = PlanBuilder(model, config, config.tensor_parallel_size or 1, modules=modules)
-    rules_of = functools.partial(_module_policy, builder)
-    parts = PartFinder(builder, rules_of, delegates, policy.parts).find(policy, origin)
+    parts = PartFinder(builder, delegates, policy.parts).find(policy, origin)
     for part in parts:
         _check_heads(builder, part)
     _plan_rules(builder, policy, parts)
@@ -66,14 +63,15 @@ def compile_plan(
     choices = optimize(builder, policy, stages, device_type or device_type_here())
     parameters = _parameters(builder, stages)
     if builder.problems:
-        raise _failure(builder, policy, builder.problems)
+        raise builder.failure(policy, builder.problems)
     return ShardPlan(
         model=_full_name(model),
         policy=_full_name(policy),
         origin=origin,
         config=config,
         parameters=parameters,
-        steps=_ordered(builder.carried_out),
+        # In the order in which they build on each other, and within a phase in that of the policy.
+        steps=tuple(sorted(builder.carried_out, key=lambda step: step.phase)),
         stages=stages,
         choices=choices,
         parts=tuple(
@@ -97,25 +95,6 @@ def _check_heads(builder: PlanBuilder, part: Part) -> None:
             part.heads[check.of] = None if problem else check.counts(part.module, builder.ranks)
 
 
-def _module_policy(builder: PlanBuilder, policy: Policy) -> Rules:
-    try:
-        return {key: list(rules) for key, rules in policy.module_policy().items()}
-    except ShardcoreError:
-        raise
-    except Exception as error:
-        what = f"it raised {type(error).__name__}: {error}"
-        rule = f"{type(policy).__qualname__}.module_policy"
-        problem = Problem(
-            where="", rule=rule, what=what, todo="correct the policy, which is at fault or too new or old"
-        )
-        raise _failure(builder, policy, [problem]) from error
-
-
-def _failure(builder: PlanBuilder, policy: Policy, problems: Sequence[Problem]) -> PlanError:
-    fit = f"{type(policy).__qualname__} does not fit {type(builder.model).__qualname__}"
-    return PlanError(f"{fit} at tensor_parallel_size {builder.ranks}", problems)
-
-
 def _plan_rules(builder: PlanBuilder, policy: Policy, parts: Sequence[Part]) -> None:
     """Let every rule of every part plan, at every module of its class there."""
     checked = list(builder.problems)
@@ -123,7 +102,7 @@ def _plan_rules(builder: PlanBuilder, policy: Policy, parts: Sequence[Part]) -> 
     for part in parts:
         _plan_part(builder, part, [(path, module) for path, module in modules if part.holds(path)])
     if builder.refusals:
-        raise _failure(builder, policy, [*checked, *builder.refusals])
+        raise builder.failure(policy, [*checked, *builder.refusals])
 
 
 def _plan_part(builder: PlanBuilder, part: Part, modules: Sequence[tuple[str, nn.Module]]) -> None:
@@ -210,8 +189,3 @@ def _check_claims(builder: PlanBuilder, names: Sequence[str], claims: Sequence[P
             what=f"tied weights {', '.join(names)} would lie differently: {said}",
             todo="give all names of one parameter the same style",
         )
-
-
-def _ordered(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Return steps in the order in which they build on each other, and those of one phase in that of the policy."""
-    return tuple(sorted(steps, key=lambda step: step.phase))

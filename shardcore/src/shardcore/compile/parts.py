@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch import nn
 
 from shardcore.compile.builder import Part, PlanBuilder, Rules, absence, matches
-from shardcore.errors import NoPolicyError, ShardcoreError
+from shardcore.errors import NoPolicyError, Problem, ShardcoreError
 from shardcore.plan import Stages
 from shardcore.policy import Policy
 from shardcore.styles._finding import is_in, names_of
@@ -38,7 +38,6 @@ class PartFinder:
     """
 
     builder: PlanBuilder
-    rules_of: Callable[[Policy], Rules]
     delegates: Delegates | None
     known: Mapping[str, Policy]
 
@@ -61,7 +60,17 @@ class PartFinder:
     def _part(self, path: str, module: nn.Module, policy: Policy, origin: str) -> Part:
         policy.set_model(module)
         policy.set_shard_config(self.builder.config)
-        return Part(path=path, module=module, policy=policy, origin=origin, rules=self.rules_of(policy))
+        return Part(path=path, module=module, policy=policy, origin=origin, rules=self._rules(policy))
+
+    def _rules(self, policy: Policy) -> Rules:
+        try:
+            return {key: list(rules) for key, rules in policy.module_policy().items()}
+        except ShardcoreError:
+            raise
+        except Exception as error:
+            rule, what = f"{type(policy).__qualname__}.module_policy", f"it raised {type(error).__name__}: {error}"
+            todo = "correct the policy, which is at fault or too new or old"
+            raise self.builder.failure(policy, [Problem(where="", rule=rule, what=what, todo=todo)]) from error
 
     def _inner(self, part: Part) -> Iterator[tuple[Part, DelegateRule]]:
         """Yield the parts that the rules of ``part`` delegate, from the outside to the inside."""
@@ -127,8 +136,7 @@ def joined_stages(builder: PlanBuilder, parts: Sequence[Part]) -> Stages | None:
         if not isinstance(stages, Stages) or not any(_under(part.path, name) in by_path for name in stages.lists):
             return stages
         pieces = [by_path.get(_under(part.path, name), name) for name in stages.lists]
-        found: dict[str, list[str]] = {name: list(names_of(getattr(stages, name))) for name in _ORDER}
-        found["blocks"] = []
+        found = {f.name: [] if f.name == "blocks" else [*names_of(getattr(stages, f.name))] for f in fields(stages)}
         for place, piece in enumerate(pieces):
             if isinstance(piece, str):
                 found["blocks"].append(piece)
@@ -141,16 +149,12 @@ def joined_stages(builder: PlanBuilder, parts: Sequence[Part]) -> Stages | None:
                 builder.report(where=piece.path, rule=rule, what=what, todo=todo)
                 continue
             moved = inner.mapped(functools.partial(_under, piece.path.removeprefix(_prefix(part.path))))
-            for name in _ORDER:
+            for name in found:
                 first, last = name == "first" and place > 0, name == "last" and place < len(pieces) - 1
-                target = "between" if first or last else name
-                found[target] += names_of(getattr(moved, name))
+                found["between" if first or last else name] += names_of(getattr(moved, name))
         return replace(stages, **{name: tuple(names) for name, names in found.items()})
 
     return joined(parts[0])
-
-
-_ORDER = ("first", "blocks", "between", "last", "everywhere", "optional")
 
 
 def _prefix(path: str) -> str:

@@ -51,22 +51,28 @@ class Phase(enum.IntEnum):
     SCOPE = enum.auto()
 
 
+@dataclass
+class ParameterClaim:
+    """A line of the policy, as its author wrote it, says how one parameter lies; None if a user's callable decides.
+
+    ``asked`` is the name by which the rule reached it.
+    """
+
+    name: str
+    rule: str
+    layout: Layout | None
+    asked: str
+
+
 class PlanView(Protocol):
     """What a step may ask about the plan that it is in, while the plan is checked."""
 
     model: nn.Module
-
-    def at(self, path: str) -> Sequence[Step]:
-        """Return the steps at one module."""
+    #: By the parameter's full name; the first claim counts, others are a problem of their own.
+    claims: dict[str, list[ParameterClaim]]
 
     def at_module(self, module: nn.Module) -> Sequence[Step]:
         """Return the steps at one module, whatever its name."""
-
-    def rule_of(self, parameter: str) -> str | None:
-        """Return the line of the policy that claims a parameter, as its author wrote it."""
-
-    def layout_of(self, parameter: str) -> Layout | None:
-        """Return how a parameter lies; None if no line claims it, or a user's callable decides."""
 
 
 class ApplyContext:
@@ -114,6 +120,8 @@ class Step:
     phase: ClassVar[Phase] = Phase.CHANGE
     #: What it adds to the mixins of the module ``path``; a step that adds more says so in `mixins`.
     mixin: ClassVar[type[ParallelMixin] | None] = None
+    #: Whether the ranks of ``cp`` divide the tokens of a call by it.
+    divides_tokens: ClassVar[bool] = False
 
     path: str
 
@@ -149,11 +157,6 @@ class Step:
     def splits_tokens_of(self, path: str) -> bool:
         """Tell whether the module ``path`` works on tokens that the step splits, or inside regions between them."""
         return not {path, *above(path)}.isdisjoint(self.splits_tokens)
-
-    @property
-    def divides_tokens(self) -> bool:
-        """Whether the ranks of ``cp`` divide the tokens of a call by it."""
-        return False
 
     @property
     def gathers_captured(self) -> tuple[str, ...]:
@@ -216,12 +219,13 @@ class Step:
         return iter(())
 
     def prepare(self, ctx: ApplyContext) -> Commit:
-        """Do everything about the step that can fail, and return the call that changes the model.
+        """Do everything about the step that can fail, and return the call that changes the model."""
+        return self.swapped(ctx)
 
-        By default the module gets the step's `mixin`, and the step's other fields are its options.
-        """
+    def swapped(self, ctx: ApplyContext, **more: Any) -> Commit:
+        """Return the call that gives the module the step's `mixin`; its options are the other fields, and ``more``."""
         assert self.mixin is not None  # or else the step says itself what it does
-        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "path"}
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "path"} | more
         context: Any = ctx.shared if self.splits else ctx.context
         return functools.partial(self.mixin.swap_class, ctx.model.get_submodule(self.path), context, **options)
 

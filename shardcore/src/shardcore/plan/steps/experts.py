@@ -72,7 +72,7 @@ class EnterExperts(Step):
         for full, _ in plan.model.get_submodule(step.path).named_parameters(step.path, recurse=False):
             yield Problem(
                 where=full,
-                rule=plan.rule_of(full) or step.describe(),
+                rule=plan.claims[full][0].rule if full in plan.claims else step.describe(),
                 what=f"it is inside the experts that are entered at {self.path}: its gradient would be this rank's "
                 "summand, and the replicas would drift apart",
                 todo=f"say partial(...) of {step.path}, which sums it",

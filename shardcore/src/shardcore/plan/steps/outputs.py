@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -36,8 +35,7 @@ class CallByMethods(Step):
     def prepare(self, ctx: ApplyContext) -> Commit:
         if ctx.context is None:
             return lambda: None  # one rank alone runs on torch's own generators, and holds plain parameters
-        module = ctx.model.get_submodule(self.path)
-        return functools.partial(MethodsAsCalls.swap_class, module, ctx.context, methods=self.methods)
+        return self.swapped(ctx)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +67,7 @@ class GatherOutputs(Step):
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
-        module, tokens = ctx.model.get_submodule(self.path), ctx.tokens_below(self.path)
-        options: dict[str, Any] = {"dims": self.dims, "by_tokens": self.by_tokens, "places": self.places}
-        return functools.partial(OutputGatherer.swap_class, module, ctx.shared, **options, tokens=tokens)
+        return self.swapped(ctx, tokens=ctx.tokens_below(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +161,4 @@ class KeepLogitsSharded(Step):
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
-        model = ctx.model
-        heads = tuple(model.get_submodule(path) for path in self.heads)
-        options: dict[str, Any] = {"labels": self.labels, "heads": heads, "chunk": self.chunk}
-        return functools.partial(
-            VocabParallelLossModel.swap_class, model.get_submodule(self.path), ctx.shared, **options
-        )
+        return self.swapped(ctx, heads=tuple(map(ctx.model.get_submodule, self.heads)))

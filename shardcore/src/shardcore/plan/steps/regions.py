@@ -119,11 +119,11 @@ class EnterRegion(Step):
         for name, parameter in module._parameters.items():
             full = ".".join(filter(None, (step.path, name)))
             # Another rule may say what becomes of single parameters of the module.
-            alike = plan.layout_of(full) == ReplicatedLayout()
-            if parameter is not None and alike and full not in self.after:
+            claims = plan.claims.get(full, ()) if parameter is not None and full not in self.after else ()
+            if claims and claims[0].layout == ReplicatedLayout():
                 yield Problem(
                     where=full,
-                    rule=plan.rule_of(full) or step.describe(),
+                    rule=claims[0].rule,
                     what=f"it is inside the region that is entered at {self.path or 'the model itself'} and left at "
                     f"{self.row}: its gradient would be this rank's summand, and the replicas would drift apart",
                     todo=f"say partial({self.short(step.path)!r}), which sums it; or after={self.short(full)!r} in the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -205,9 +204,7 @@ class DivideLogits(Step):
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
-        return functools.partial(
-            ContextHead.swap_class, ctx.model.get_submodule(self.path), ctx.shared, shard=ctx.divided
-        )
+        return self.swapped(ctx, shard=ctx.divided)
 
 
 def _groups(context: ShardContext, exchanging: int) -> Groups:
