@@ -89,10 +89,19 @@ class Fused(Column):
 
     @override
     def misfits(self, linear: Product, cut: RegionSizes) -> Iterator[Misfit]:
-        if self.by != "head" or not cut.by_heads:
-            yield from _of_other_size(linear, cut, self.segments)
+        size = linear.out_features
+        if (self.by != "head" or not cut.by_heads) and size != self.segments * cut.width:
+            many = f" in {self.segments} segments" if self.segments > 1 else ""
+            what = (
+                f"it has out_features {size}{many}, but {cut.row} at the end of its region has in_features "
+                f"{cut.width}; equal sizes are needed so that both are cut at the same places"
+            )
+            yield what, "check which linears belong to this region"
         if cut.by_heads and cut.heads is not None:
-            yield from _not_whole_heads(linear, cut.heads.query if self.of == "query" else cut.heads.kv)
+            count = cut.heads.query if self.of == "query" else cut.heads.kv
+            if size % count:
+                what = f"its {size} output features are not whole heads: the configuration counts {count}"
+                yield what, "check Heads(...) in the policy's checks, or unit="
 
     @override
     def target(self, linear: Product, cut: RegionSizes) -> Target:
@@ -242,22 +251,3 @@ def _merged(heads: Sequence[tuple[int, int]]) -> Runs:
         first = runs.pop()[0] if runs and runs[-1][1] == start else start
         runs.append((first, stop))
     return tuple(runs)
-
-
-def _of_other_size(linear: Product, cut: RegionSizes, count: int) -> Iterator[Misfit]:
-    if linear.out_features != count * cut.width:
-        yield (
-            f"it has out_features {linear.out_features}"
-            + (f" in {count} segments" if count > 1 else "")
-            + f", but {cut.row} at the end of its region has in_features {cut.width}; equal sizes are needed so that "
-            "both are cut at the same places",
-            "check which linears belong to this region",
-        )
-
-
-def _not_whole_heads(linear: Product, count: int) -> Iterator[Misfit]:
-    if linear.out_features % count:
-        yield (
-            f"its {linear.out_features} output features are not whole heads: the configuration counts {count}",
-            "check Heads(...) in the policy's checks, or unit=",
-        )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from torch import nn
-from typing_extensions import override
 
 from shardcore.nn import (
     ColumnLinear,
@@ -172,9 +169,26 @@ def attribute(name: str, value: Any, *, optional: bool = False, literal: bool = 
         optional: the submodule may be absent, or be of another kind that has no such attribute.
         literal: True sets a function as the value instead of calling it.
     """
+
+    def plan(scope: Scope) -> None:
+        found = _holder(scope, name, optional=optional)
+        if found is None:
+            return
+        owner, holder, short = found
+        module = scope.module.get_submodule(owner)
+        own = value
+        if value is per_rank:
+            own = _part(scope, owner, short, getattr(getattr(module, holder) if holder else module, short))
+            if own is None:
+                return
+        elif inspect.isfunction(value) and not literal:
+            if scope.heads is None:
+                return
+            own = ByRank.of([value(scope.heads.at(rank)) for rank in range(scope.ranks)])
+        scope.add(SetAttribute(path=scope.name(owner), name=".".join(filter(None, (holder, short))), value=own))
+
     shown = value.__name__ if inspect.isfunction(value) else repr(value)
-    text = f"attribute({name!r}, {shown})"
-    return AttributeRule(text=text, optional=optional, name=name, value=value, literal=literal)
+    return Word(text=f"attribute({name!r}, {shown})", optional=optional, planned=plan)
 
 
 def per_rank(value: int, ranks: int) -> int:
@@ -197,80 +211,51 @@ def local_groups(heads: HeadCounts) -> int:
     return heads.local_query // heads.local_kv
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttributeRule(Rule):
-    """`shardcore.styles.attribute`."""
+def _holder(scope: Scope, path: str, *, optional: bool) -> tuple[str, str, str] | None:
+    """Return the module, what it holds if that has the attribute, and the attribute; record what is absent."""
+    owner, _, name = path.rpartition(".")
+    above, _, holder = owner.rpartition(".")
+    held = getattr(submodule(scope.module, above), holder, None) if holder else None
+    if held is not None and not isinstance(held, nn.Module):
+        module, owner, where = held, above, f"{type(held).__name__} ({owner})"
+    else:
+        module, holder = scope.find(owner), ""
+        where = type(module).__name__
+    if module is None or (optional and not hasattr(module, name)):
+        return None
+    if not hasattr(module, name) or (holder and not hasattr(module, "__dict__")):
+        scope.problem(
+            f"{where} has no attribute {name!r}; setting it would create one that nothing reads",
+            "remove the rule, or name the attribute that this version of the model uses",
+            owner,
+        )
+        return None
+    return owner, holder, name
 
-    name: str
-    value: Any | Callable[[HeadCounts], Any]
-    literal: bool = False
 
-    @override
-    def plan(self, scope: Scope) -> None:
-        found = self._holder(scope)
-        if found is None:
-            return
-        owner, holder, name = found
-        module = scope.module.get_submodule(owner)
-        whole = getattr(getattr(module, holder) if holder else module, name)
-        value = self.value
-        if value is per_rank:
-            value = self._part(scope, owner, whole)
-            if value is None:
-                return
-        elif inspect.isfunction(value) and not self.literal:
-            if scope.heads is None:
-                return
-            value = ByRank.of([value(scope.heads.at(rank)) for rank in range(scope.ranks)])
-        scope.add(SetAttribute(path=scope.name(owner), name=".".join(filter(None, (holder, name))), value=value))
-
-    def _holder(self, scope: Scope) -> tuple[str, str, str] | None:
-        """Return the module, what it holds if that has the attribute, and the attribute; record what is absent."""
-        owner, _, name = self.name.rpartition(".")
-        above, _, holder = owner.rpartition(".")
-        held = getattr(submodule(scope.module, above), holder, None) if holder else None
-        if held is not None and not isinstance(held, nn.Module):
-            module, owner, where = held, above, f"{type(held).__name__} ({owner})"
-        else:
-            module, holder = scope.find(owner), ""
-            where = type(module).__name__
-        if module is None or (self.optional and not hasattr(module, name)):
-            return None
-        if not hasattr(module, name) or (holder and not hasattr(module, "__dict__")):
-            scope.problem(
-                f"{where} has no attribute {name!r}; setting it would create one that nothing reads",
-                "remove the rule, or name the attribute that this version of the model uses",
-                owner,
-            )
-            return None
-        return owner, holder, name
-
-    def _part(self, scope: Scope, owner: str, whole: Any) -> Any:
-        """Return the value of `per_rank`, or record why there is none."""
-        where = f"{type(scope.module.get_submodule(owner)).__name__}.{self.name.rpartition('.')[2]}"
-        if not isinstance(whole, Integral) or isinstance(whole, bool):
-            scope.problem(
-                f"{where} is a {type(whole).__name__}; per_rank divides a whole number",
-                "name the attribute that counts, or give the value of one rank in place of per_rank",
-                owner,
-            )
-            return None
-        count = int(whole)
-        heads = scope.known_heads
-        parts = None if heads is None or heads.is_even else _parts_by_heads(count, heads)
-        if parts is not None:
-            return ByRank.of(parts)
-        if count % scope.ranks or (heads is not None and not heads.is_even):
-            scope.problem(
-                f"{where} is {count}, which {scope.ranks} ranks do not divide"
-                if count % scope.ranks
-                else f"{where} is {count}, which {scope.ranks} ranks divide, but not the {heads.query if heads else 0} "
-                "heads",
-                "use a tensor_parallel_size that divides it, or give a function of the HeadCounts in place of per_rank",
-                owner,
-            )
-            return None
-        return per_rank(count, scope.ranks)
+def _part(scope: Scope, owner: str, name: str, whole: Any) -> Any:
+    """Return the value of `per_rank`, or record why there is none."""
+    where = f"{type(scope.module.get_submodule(owner)).__name__}.{name}"
+    if not isinstance(whole, Integral) or isinstance(whole, bool):
+        scope.problem(
+            f"{where} is a {type(whole).__name__}; per_rank divides a whole number",
+            "name the attribute that counts, or give the value of one rank in place of per_rank",
+            owner,
+        )
+        return None
+    count = int(whole)
+    heads = scope.known_heads
+    uneven = heads is not None and not heads.is_even
+    parts = _parts_by_heads(count, heads) if heads is not None and uneven else None
+    if parts is not None:
+        return ByRank.of(parts)
+    if count % scope.ranks or uneven:
+        what = f"{where} is {count}, which {scope.ranks} ranks "
+        what += "do not divide" if count % scope.ranks else f"divide, but not the {heads.query if heads else 0} heads"
+        todo = "use a tensor_parallel_size that divides it, or give a function of the HeadCounts in place of per_rank"
+        scope.problem(what, todo, owner)
+        return None
+    return per_rank(count, scope.ranks)
 
 
 def _parts_by_heads(count: int, heads: HeadCounts) -> list[int] | None:

@@ -193,12 +193,12 @@ class RegionRule(Rule):
             heads=self._heads(scope) if by_heads else None,
             inference_only=bool(scope.config.inference_only),
         )
-        lacks = [lack for column in (*self.columns, *self.channels) if (lack := column.without(cut))]
+        columns = (*self.columns, *self.channels)
+        lacks = [lack for column in columns if (lack := column.without(cut))]
         for what, todo in lacks:
             scope.problem(what, todo)
         if lacks:
             return None
-        columns = (*self.columns, *self.channels)
         misfits = [(c.name, *misfit) for c in columns for misfit in c.misfits(linears[c.name], cut)]
         if cut.heads is not None and cut.width % cut.heads.query:
             what = f"its {cut.width} input features are not whole heads: the configuration counts {cut.heads.query}"
@@ -264,10 +264,8 @@ class RegionRule(Rule):
 
         Records what cannot be meant, and returns None then.
         """
-        columns, behind = (
-            [c.name for c in self.columns],
-            (*(c.name for c in self.kv), *self.inside, *self.after, self.row),
-        )
+        columns = [c.name for c in self.columns]
+        behind = (*(c.name for c in self.kv), *self.inside, *self.after, self.row)
         places: list[tuple[str, str | None]] = []
         at = []
         for name in self.enter:
