@@ -26,7 +26,7 @@ from shardcore.compile.mixing import LinearAt, mixed, read_by
 from shardcore.nn.linear.alike import Product, product_of
 from shardcore.plan.steps.base import above
 from shardcore.policy import HeadCounts, Heads, ModulePolicy, Policy, Rule, Scope, Stages, Word
-from shardcore.styles._finding import is_in
+from shardcore.styles._finding import is_in, joined
 from shardcore.styles.layers import (
     attribute,
     col,
@@ -124,7 +124,7 @@ def _replicate_rest(scope: Scope) -> None:
     assert isinstance(scope, RuleScope)  # for the type: it knows the claims
     names = [name for name, _ in scope.module.named_parameters(remove_duplicate=False)]
     claimed = scope.builder.claims.keys()
-    rest = [n for n in names if _joined(scope.name(_owner(n)), n.rpartition(".")[2]) not in claimed]
+    rest = [n for n in names if joined(scope.name(_owner(n)), n.rpartition(".")[2]) not in claimed]
     replicate(*rest).plan(scope)
 
 
@@ -191,7 +191,7 @@ class _Words:
 
     def _take_pair(self, path: str, module: nn.Module, said: str) -> None:
         """Find out which of the linears of a feed-forward is its last."""
-        below = [(_joined(path, name), product_of(child)) for name, child in module.named_children()]
+        below = [(joined(path, name), product_of(child)) for name, child in module.named_children()]
         linears = [LinearAt(name, sizes, said) for name, sizes in below if isinstance(sizes, Product)]
         ends = [last for last in linears if not mixed(module, [c for c in linears if c is not last], last, self.ranks)]
         if len(ends) != 1:
@@ -242,7 +242,7 @@ class _Words:
             unit="head" if counts else "column",
         )
         numbers = [name for name in vars(module) if name in _COUNTS] if counts else []
-        set_ = [attribute(_joined(entered, name), _COUNTS[name]) for name in numbers]
+        set_ = [attribute(joined(entered, name), _COUNTS[name]) for name in numbers]
         self.rules[self.model.get_submodule(block)] += [replace(rule, text=said), *set_]
 
     def _counts(self, owner: str, columns: Sequence[LinearAt], last: LinearAt) -> HeadCounts | str | None:
@@ -276,10 +276,6 @@ class _Words:
 
 def _owner(path: str) -> str:
     return path.rpartition(".")[0]
-
-
-def _joined(*names: str) -> str:
-    return ".".join(filter(None, names))
 
 
 def _below(path: str, outer: str) -> str:

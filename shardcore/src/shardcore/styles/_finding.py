@@ -75,6 +75,11 @@ def written(word: str, *names: Any, **named: Any) -> str:
     return f"{word}({', '.join(parts)})"
 
 
+def joined(*names: str) -> str:
+    """Return the name of what is below, each name being relative to the one before; ``""`` is that itself."""
+    return ".".join(filter(None, names))
+
+
 def names_of(names: str | tuple[str, ...]) -> tuple[str, ...]:
     """Return one name, or several, as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import nn
-from typing_extensions import override
 
 from shardcore.nn import HeadParameters, Replicated
 from shardcore.nn.layout import ShardedLayout, last_rank_is_empty
 from shardcore.plan.steps.modules import SetAttribute
-from shardcore.policy import Rule, Scope
+from shardcore.policy import Rule, Scope, Word
 from shardcore.styles._finding import is_parameter, number_of, written
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_BATCH_NORMS)
+Parameters = Mapping[str, nn.Parameter | None]
 _CONVOLUTIONS = (
     nn.Conv1d,
     nn.Conv2d,
@@ -41,108 +40,100 @@ def by_heads(*names: str, dim: int = 0, heads: str | None = None, optional: bool
             head or a channel of its own.
         optional: they may be absent.
     """
-    text = written("by_heads", *names, dim=dim or None, heads=heads)
-    return ByHeadsRule(text=text, optional=optional, names=names, dim=dim, heads=heads)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ByHeadsRule(Rule):
-    """`shardcore.styles.by_heads`."""
-
-    names: tuple[str, ...]
-    dim: int
-    heads: str | None
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        for name in self.names:
+    def plan(scope: Scope) -> None:
+        for name in names:
             owner, _, parameter = name.rpartition(".")
             if is_parameter(scope.module, owner, parameter):
                 held = scope.module.get_submodule(owner)._parameters
-                self._split(scope, owner, {parameter: held[parameter]})
+                _split(scope, owner, {parameter: held[parameter]}, dim, heads)
             elif (module := scope.find(name)) is not None:
                 own = {short: p for short, p in module._parameters.items() if p is not None}
-                if problem := self._unfit(module, own, scope.ranks):
-                    self._report(scope, name, own, problem)
-                elif self._split(scope, name, own) and isinstance(module, _CONVOLUTIONS):
+                if problem := _unfit(module, own, dim, scope.ranks):
+                    _report(scope, name, own, problem)
+                elif _split(scope, name, own, dim, heads) and isinstance(module, _CONVOLUTIONS):
                     groups = module.groups // scope.ranks
                     scope.add(SetAttribute(path=scope.name(name), name="groups", value=groups))
 
-    def _split(self, scope: Scope, owner: str, own: Mapping[str, nn.Parameter | None]) -> bool:
-        """Plan the parameters ``own`` of a module; return whether they are split."""
-        sizes = {}
-        for name, parameter in own.items():
-            if parameter is None or not -parameter.ndim <= self.dim < parameter.ndim:
-                shape = None if parameter is None else tuple(parameter.shape)
-                self._report(scope, owner, own, (f"{name} {shape} has no dim {self.dim}", "correct dim="))
-                return False
-            sizes[name] = parameter.shape[self.dim]
-        if problem := self._uneven(scope, sizes):
-            self._report(scope, owner, own, problem)
+    return Word(text=written("by_heads", *names, dim=dim or None, heads=heads), optional=optional, planned=plan)
+
+
+def _split(scope: Scope, owner: str, own: Parameters, dim: int, heads: str | None) -> bool:
+    """Plan the parameters ``own`` of a module; return whether they are split."""
+    sizes = {}
+    for name, parameter in own.items():
+        if parameter is None or not -parameter.ndim <= dim < parameter.ndim:
+            shape = None if parameter is None else tuple(parameter.shape)
+            _report(scope, owner, own, (f"{name} {shape} has no dim {dim}", "correct dim="))
             return False
-        if small := any(last_rank_is_empty(size, scope.ranks) for size in sizes.values()):
-            # As a region is whose row linear is too small to give every rank a part.
-            scope.swap(owner, Replicated, names=tuple(own))
-        else:
-            scope.swap(owner, HeadParameters, dim=self.dim, names=tuple(own))
-        return not small
+        sizes[name] = parameter.shape[dim]
+    if problem := _of_others(scope, sizes) if heads is None else _not_whole(scope, sizes, dim, heads):
+        _report(scope, owner, own, problem)
+        return False
+    if small := any(last_rank_is_empty(size, scope.ranks) for size in sizes.values()):
+        # As a region is whose row linear is too small to give every rank a part.
+        scope.swap(owner, Replicated, names=tuple(own))
+    else:
+        scope.swap(owner, HeadParameters, dim=dim, names=tuple(own))
+    return not small
 
-    def _uneven(self, scope: Scope, sizes: dict[str, int]) -> tuple[str, str] | None:
-        if self.heads is None:
-            return self._of_others(scope, sizes)
-        count = number_of(scope, self.heads)
-        if count is None:
-            return "its heads cannot be counted", "correct heads="
-        if count % scope.ranks:
-            what = f"{count} heads ({self.heads}) cannot be split over {scope.ranks} ranks: whole heads are needed"
-            return what, f"use a tensor_parallel_size that divides {count}, or say when_divisible in the policy"
-        for name, size in sizes.items():
-            if size % count:
-                what = f"{name} has {size} entries along dim {self.dim}, which are not {count} heads ({self.heads})"
-                return what, "correct dim= or heads="
+
+def _not_whole(scope: Scope, sizes: dict[str, int], dim: int, heads: str) -> tuple[str, str] | None:
+    """Say what would not be whole heads on each rank, if anything."""
+    count = number_of(scope, heads)
+    if count is None:
+        return "its heads cannot be counted", "correct heads="
+    if count % scope.ranks:
+        what = f"{count} heads ({heads}) cannot be split over {scope.ranks} ranks: whole heads are needed"
+        return what, f"use a tensor_parallel_size that divides {count}, or say when_divisible in the policy"
+    for name, size in sizes.items():
+        if size % count:
+            what = f"{name} has {size} entries along dim {dim}, which are not {count} heads ({heads})"
+            return what, "correct dim= or heads="
+    return None
+
+
+def _of_others(scope: Scope, sizes: dict[str, int]) -> tuple[str, str] | None:
+    """Say which parameter with an entry for each query head would be cut elsewhere than the heads are, if any."""
+    heads = scope.known_heads
+    if heads is None or heads.is_even:
         return None
-
-    def _of_others(self, scope: Scope, sizes: dict[str, int]) -> tuple[str, str] | None:
-        """Say which parameter with an entry for each query head would be cut elsewhere than the heads are, if any."""
-        heads = scope.known_heads
-        if heads is None or heads.is_even:
-            return None
-        counts = [heads.at(rank).local_query for rank in range(scope.ranks)]
-        parts = [ShardedLayout(0).shape((heads.query,), scope.ranks, rank)[0] for rank in range(scope.ranks)]
-        for name, size in sizes.items():
-            if size == heads.query and parts != counts:
-                what = (
-                    f"{name} has an entry for each of {size} heads, of which {scope.ranks} ranks compute "
-                    f"{', '.join(map(str, counts))}, but would hold {', '.join(map(str, parts))}"
-                )
-                return what, f"use a tensor_parallel_size that divides {size}, or say when_divisible in the policy"
-        return None
-
-    def _unfit(self, module: nn.Module, own: Mapping[str, nn.Parameter | None], ranks: int) -> tuple[str, str] | None:
-        """Say why a module that torch knows would not compute the same with local channels, and what to do."""
-        kind = type(module).__name__
-        if not own:
-            return f"{kind} has no parameters of its own", "name the module that holds them"
-        if isinstance(module, _NORMS):
-            return (
-                f"{kind} normalizes over what each rank would have a part of",
-                "say partial() if it acts on single heads, or replicate it outside of the region",
+    counts = [heads.at(rank).local_query for rank in range(scope.ranks)]
+    parts = [ShardedLayout(0).shape((heads.query,), scope.ranks, rank)[0] for rank in range(scope.ranks)]
+    for name, size in sizes.items():
+        if size == heads.query and parts != counts:
+            what = (
+                f"{name} has an entry for each of {size} heads, of which {scope.ranks} ranks compute "
+                f"{', '.join(map(str, counts))}, but would hold {', '.join(map(str, parts))}"
             )
-        if isinstance(module, nn.Embedding):
-            if self.dim not in (1, -1):
-                return "dim 0 of an embedding is looked up by index", "say dim=1 for its columns, or vocab(...)"
-            if module.max_norm is not None or module.sparse:
-                return "rows with a max_norm, or sparse gradients, need the whole table", "replicate it"
-        if isinstance(module, _CONVOLUTIONS) and (self.dim != 0 or module.groups % ranks):
-            return (
-                f"{kind} has {module.groups} groups: of each, a rank needs all channels",
-                "say dim=0 for a convolution whose groups the ranks divide, or replicate it outside of the region",
-            )
-        return None
+            return what, f"use a tensor_parallel_size that divides {size}, or say when_divisible in the policy"
+    return None
 
-    def _report(
-        self, scope: Scope, owner: str, own: Mapping[str, nn.Parameter | None], problem: tuple[str, str]
-    ) -> None:
-        scope.problem(*problem, owner)
-        for name in own:
-            scope.claim(owner, name, None)  # said already: not "covered by no rule" too
+
+def _unfit(module: nn.Module, own: Parameters, dim: int, ranks: int) -> tuple[str, str] | None:
+    """Say why a module that torch knows would not compute the same with local channels, and what to do."""
+    kind = type(module).__name__
+    if not own:
+        return f"{kind} has no parameters of its own", "name the module that holds them"
+    if isinstance(module, _NORMS):
+        return (
+            f"{kind} normalizes over what each rank would have a part of",
+            "say partial() if it acts on single heads, or replicate it outside of the region",
+        )
+    if isinstance(module, nn.Embedding):
+        if dim not in (1, -1):
+            return "dim 0 of an embedding is looked up by index", "say dim=1 for its columns, or vocab(...)"
+        if module.max_norm is not None or module.sparse:
+            return "rows with a max_norm, or sparse gradients, need the whole table", "replicate it"
+    if isinstance(module, _CONVOLUTIONS) and (dim != 0 or module.groups % ranks):
+        return (
+            f"{kind} has {module.groups} groups: of each, a rank needs all channels",
+            "say dim=0 for a convolution whose groups the ranks divide, or replicate it outside of the region",
+        )
+    return None
+
+
+def _report(scope: Scope, owner: str, own: Parameters, problem: tuple[str, str]) -> None:
+    scope.problem(*problem, owner)
+    for name in own:
+        scope.claim(owner, name, None)  # said already: not "covered by no rule" too

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from shardcore.nn.experts.expert_parallel import ExpertParallel
 from shardcore.nn.experts.tensor_parallel import Cut, ExpertTensorParallel
 from shardcore.nn.replicated import Replicated
 from shardcore.plan.steps.experts import EnterExperts, SyncRouting
-from shardcore.policy import Rule, Scope
-from shardcore.styles._finding import argument_of, names_of, written
+from shardcore.policy import Rule, Scope, Word
+from shardcore.styles._finding import argument_of, joined, names_of, written
 
 #: What experts begin with, and how many features of it make one of those that they go on with.
 UP = {"gate_up_proj": 2, "up_proj": 1}
@@ -58,143 +56,111 @@ def experts(
         shared_row: the linear that follows them.
         optional: the block may be absent.
     """
+
+    def plan(scope: Scope) -> None:
+        module, place = scope.find(block), joined(block, weights)
+        if module is None:
+            return
+        held, scoring = scope.find(place), nn.Module() if router is None else scope.find(joined(block, router))
+        if held is None or scoring is None:
+            return
+        argument = argument_of(module, None)
+        if argument is None:
+            scope.problem(f"{type(module).__name__}.forward names no argument", "give it one", block)
+            return
+        if isinstance(held, nn.ModuleList):
+            _listed(scope, place, held, names_of(col), row)
+            if (scope.config.dp_shard_size or 1) * (scope.config.dp_replicate_size or 1) > 1:
+                scope.add(SyncRouting(path=scope.name(block), weights=weights, experts=len(held)))
+        else:
+            _stacked(scope, place, held)
+        if shared_col or shared_row:
+            _linears(scope, block, names_of(shared_col), shared_row, ("shared_col=", "shared_row="))
+        for below, part in scoring.named_modules():
+            if any(p is not None for p in part._parameters.values()):
+                scope.swap(joined(block, router or "", below), Replicated, partial=True)
+        scores = scope.name(joined(block, router or ""))
+        scope.add(EnterExperts(path=scope.name(block), argument=argument, router=scores, captured=captured))
+
     named = {"captured": captured, "col": col or None, "row": row}
     shared = {"shared_col": shared_col or None, "shared_row": shared_row}
-    return ExpertsRule(
-        text=written("experts", block, weights=weights, router=router, **named, **shared),
-        optional=optional,
-        block=block,
-        weights=weights,
-        router=router,
-        captured=captured,
-        col=names_of(col),
-        row=row,
-        shared_col=names_of(shared_col),
-        shared_row=shared_row,
-    )
+    text = written("experts", block, weights=weights, router=router, **named, **shared)
+    return Word(text=text, optional=optional, planned=plan)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsRule(Rule):
-    """`shardcore.styles.experts`."""
-
-    block: str
-    weights: str
-    router: str | None
-    captured: int | None
-    col: tuple[str, ...]
-    row: str | None
-    shared_col: tuple[str, ...]
-    shared_row: str | None
-
-    @override
-    def plan(self, scope: Scope) -> None:
-        block = scope.find(self.block)
-        if block is None:
-            return
-        weights = scope.find(self._below(self.weights))
-        router = nn.Module() if self.router is None else scope.find(self._below(self.router))
-        if weights is None or router is None:
-            return
-        argument = argument_of(block, None)
-        if argument is None:
-            scope.problem(f"{type(block).__name__}.forward names no argument", "give it one", self.block)
-            return
-        if isinstance(weights, nn.ModuleList):
-            if (scope.config.expert_parallel_size or 1) > 1:
-                self._refuse(
-                    scope,
-                    f"its experts are a list of {len(weights)} modules, of which none are given to the axis ep: tokens "
-                    "travel where all experts are in one module",
-                    self._below(self.weights),
-                    weights,
-                )
-            for i in range(len(weights)):
-                self._linears(scope, f"{self.weights}.{i}.", self.col, self.row, ("col=", "row="))
-            if (scope.config.dp_shard_size or 1) * (scope.config.dp_replicate_size or 1) > 1:
-                scope.add(SyncRouting(path=scope.name(self.block), weights=self.weights, experts=len(weights)))
-        else:
-            self._stacked(scope, weights)
-        if self.shared_col or self.shared_row:
-            self._linears(scope, "", self.shared_col, self.shared_row, ("shared_col=", "shared_row="))
-        for below, module in router.named_modules():
-            if any(p is not None for p in module._parameters.values()):
-                scope.swap(self._below(self.router or "", below), Replicated, partial=True)
-        scope.add(
-            EnterExperts(
-                path=scope.name(self.block),
-                argument=argument,
-                router=scope.name(self._below(self.router or "")),
-                captured=self.captured,
-            )
+def _listed(scope: Scope, place: str, weights: nn.ModuleList, col: tuple[str, ...], row: str | None) -> None:
+    """Split the linears of each expert in a list."""
+    if (scope.config.expert_parallel_size or 1) > 1:
+        _refuse(
+            scope,
+            f"its experts are a list of {len(weights)} modules, of which none are given to the axis ep: tokens "
+            "travel where all experts are in one module",
+            place,
+            weights,
         )
+    for i in range(len(weights)):
+        _linears(scope, f"{place}.{i}", col, row, ("col=", "row="))
 
-    def _below(self, *names: str) -> str:
-        return ".".join(filter(None, (self.block, *names)))
 
-    def _stacked(self, scope: Scope, weights: nn.Module) -> None:
-        """Split the weights of all experts in one module."""
-        place = self._below(self.weights)
-        own = {name: p for name, p in weights._parameters.items() if p is not None}
-        cuts, down = _cuts(weights, own), own.get(DOWN)
-        spread = scope.config.expert_parallel_size or 1  # ranks that share the experts, each with whole ones
-        if down is None or cuts is None:
-            shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in own.items())
-            self._refuse(
-                scope,
-                f"{type(weights).__name__} has the parameters {shapes or 'none'}; wanted gate_up_proj (E, 2I, H) or "
-                f"up_proj (E, I, H), and {DOWN} (E, H, I), or both with their last dims exchanged, and their biases",
-                place,
-                weights,
-            )
-        elif spread > 1 and any(cut.filled for cut in cuts):
-            self._refuse(scope, "experts with biases are not given whole to the axis ep", place, weights)
-        elif spread > 1:
-            scope.swap(place, ExpertParallel, cuts=cuts, spread=spread)
-            shards = (scope.config.dp_shard_size or 1) // spread
-            width = down.size(next(3 - cut.dim for cut in cuts if cut.parameter == DOWN))
-            if width % shards:
-                scope.problem(
-                    f"FSDP2 divides whole experts along their {width} features, which {shards} ranks (dp_shard_size / "
-                    "expert_parallel_size) do not divide",
-                    "use a larger expert_parallel_size, or dp_replicate_size for the rest",
-                    place,
-                )
-        else:
-            scope.swap(place, ExpertTensorParallel, cuts=cuts)
-
-    def _linears(
-        self, scope: Scope, prefix: str, col: tuple[str, ...], row: str | None, options: tuple[str, str]
-    ) -> None:
-        """Split the linears of one expert."""
-        last = None if row is None else scope.find(self._below(prefix + row))
-        found = {name: scope.find(self._below(prefix + name)) for name in col}
-        if not col or row is None:
+def _stacked(scope: Scope, place: str, weights: nn.Module) -> None:
+    """Split the weights of all experts in one module."""
+    own = {name: p for name, p in weights._parameters.items() if p is not None}
+    cuts, down = _cuts(weights, own), own.get(DOWN)
+    spread = scope.config.expert_parallel_size or 1  # ranks that share the experts, each with whole ones
+    if down is None or cuts is None:
+        shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in own.items())
+        _refuse(
+            scope,
+            f"{type(weights).__name__} has the parameters {shapes or 'none'}; wanted gate_up_proj (E, 2I, H) or "
+            f"up_proj (E, I, H), and {DOWN} (E, H, I), or both with their last dims exchanged, and their biases",
+            place,
+            weights,
+        )
+    elif spread > 1 and any(cut.filled for cut in cuts):
+        _refuse(scope, "experts with biases are not given whole to the axis ep", place, weights)
+    elif spread > 1:
+        scope.swap(place, ExpertParallel, cuts=cuts, spread=spread)
+        shards = (scope.config.dp_shard_size or 1) // spread
+        width = down.size(next(3 - cut.dim for cut in cuts if cut.parameter == DOWN))
+        if width % shards:
             scope.problem(
-                f"{options[0]} and {options[1]} do not name its linears", "name both", self._below(prefix[:-1])
+                f"FSDP2 divides whole experts along their {width} features, which {shards} ranks (dp_shard_size / "
+                "expert_parallel_size) do not divide",
+                "use a larger expert_parallel_size, or dp_replicate_size for the rest",
+                place,
             )
-        linears = {name: m for name, m in {**found, row or "": last}.items() if m is not None}
-        for name, linear in linears.items():
-            place = self._below(prefix + name)
-            if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-                what = f"{type(linear).__name__} computes something else than torch.nn.Linear"
-                self._refuse(scope, what, place, linear)
-            elif name == row and linear.bias is not None:
-                what = "its bias would be added on each rank, before the summands are added up"
-                self._refuse(scope, what, place, linear)
-            elif isinstance(last, nn.Linear) and name != row and linear.out_features != last.in_features:
-                what = f"it has out_features {linear.out_features}, but {row} that follows has in_features "
-                self._refuse(scope, what + f"{last.in_features}; both are cut at the same places", place, linear)
-            else:
-                dims = {"weight": 1} if name == row else {"weight": 0, "bias": 0}
-                own = [n for n, p in linear._parameters.items() if p is not None]
-                scope.swap(place, ExpertTensorParallel, cuts=tuple(Cut(n, dims.get(n, 0)) for n in own))
+    else:
+        scope.swap(place, ExpertTensorParallel, cuts=cuts)
 
-    def _refuse(self, scope: Scope, what: str, place: str, module: nn.Module) -> None:
-        scope.problem(what, "correct the rule, or say replicate of the whole block in its place", place)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                scope.claim(place, name, None)  # said already: not "covered by no rule" too
+
+def _linears(scope: Scope, expert: str, col: tuple[str, ...], row: str | None, options: tuple[str, str]) -> None:
+    """Split the linears of one expert, or of the experts that every token visits."""
+    last = None if row is None else scope.find(joined(expert, row))
+    found = {name: scope.find(joined(expert, name)) for name in col}
+    if not col or row is None:
+        scope.problem(f"{options[0]} and {options[1]} do not name its linears", "name both", expert)
+    linears = {name: m for name, m in {**found, row or "": last}.items() if m is not None}
+    for name, linear in linears.items():
+        place = joined(expert, name)
+        if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+            _refuse(scope, f"{type(linear).__name__} computes something else than torch.nn.Linear", place, linear)
+        elif name == row and linear.bias is not None:
+            what = "its bias would be added on each rank, before the summands are added up"
+            _refuse(scope, what, place, linear)
+        elif isinstance(last, nn.Linear) and name != row and linear.out_features != last.in_features:
+            what = f"it has out_features {linear.out_features}, but {row} that follows has in_features "
+            _refuse(scope, what + f"{last.in_features}; both are cut at the same places", place, linear)
+        else:
+            dims = {"weight": 1} if name == row else {"weight": 0, "bias": 0}
+            own = [n for n, p in linear._parameters.items() if p is not None]
+            scope.swap(place, ExpertTensorParallel, cuts=tuple(Cut(n, dims.get(n, 0)) for n in own))
+
+
+def _refuse(scope: Scope, what: str, place: str, module: nn.Module) -> None:
+    scope.problem(what, "correct the rule, or say replicate of the whole block in its place", place)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            scope.claim(place, name, None)  # said already: not "covered by no rule" too
 
 
 def _cuts(weights: nn.Module, own: Mapping[str, Tensor]) -> tuple[Cut, ...] | None:
