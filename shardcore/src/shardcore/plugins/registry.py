@@ -128,15 +128,9 @@ class Registry:
             NoPolicyError: no loaded pack serves the class.
         """
         for base in cls.__mro__:
-            offers = self._offers.get(full_name(base), ())
-            offers = [offer for offer in offers if offer[0].requires is None or is_met(offer[0].requires)]
-            if not offers:
-                continue
-            best = _highest(offers)
-            if len({spec.policy for spec, _ in best}) > 1:
-                raise AmbiguousPolicyError(_ambiguous("policies serve", cls, [(s, s.policy, p) for s, p in best]))
-            spec, pack = best[0]
-            return Match(spec=spec, pack=pack, cls=base, check=self._check_tested)
+            if offers := [offer for offer in self._offers.get(full_name(base), ()) if is_met(offer[0].requires)]:
+                spec, pack = _best("policies serve", cls, offers)
+                return Match(spec=spec, pack=pack, cls=base, check=self._check_tested)
         raise NoPolicyError("\n".join(unserved(cls, self.packs, self._offers)))
 
     def policy_for(self, cls: type) -> tuple[Any, str]:
@@ -172,14 +166,9 @@ class Registry:
                 for spec, pack in self._brought.get((full_name(base), replaces.__name__), ())
                 if (spec.option is None or enabled(spec.option)) and is_met(spec.requires)
             ]
-            if not offers or getattr(base, "forward", None) is not forward:
-                continue
-            best = _highest(offers)
-            if len({spec.module for spec, _ in best}) > 1:
-                what = f"modules replace {replaces.__name__} for"
-                raise AmbiguousPolicyError(_ambiguous(what, native, [(s, s.module, p) for s, p in best]))
-            spec, pack = best[0]
-            return self._load_module(spec, pack, replaces)
+            if offers and getattr(base, "forward", None) is forward:
+                spec, pack = _best(f"modules replace {replaces.__name__} for", native, offers)
+                return self._load_module(spec, pack, replaces)
         return None
 
     def modules_for(self, config: object) -> Callable[[type, type], Any]:
@@ -272,22 +261,21 @@ def _check_tested(pack: Pack) -> None:
         warnings.warn(f"{message}; or go on, and check the results.", UntestedVersionWarning, stacklevel=5)
 
 
-def _highest(offers: list[tuple[Spec, Pack]]) -> list[tuple[Spec, Pack]]:
-    highest = max(spec.priority for spec, _ in offers)
-    return [offer for offer in offers if offer[0].priority == highest]
-
-
 def _switch(pack: Pack) -> str:
     return f"{pack.distribution}:{pack.name}"
 
 
-def _ambiguous(what: str, cls: type, offers: list[tuple[PolicySpec | ParallelModuleSpec, str, Pack]]) -> str:
-    """Say who offers what for a class, and how to choose."""
-    target, priority = offers[0][0].target, offers[0][0].priority
-    lines = [f"several {what} {full_name(cls)}, all for {target} with priority {priority}:"]
-    lines += [f"  {reference} of pack {pack}" for _, reference, pack in offers]
-    names = list(dict.fromkeys(_switch(pack) for _, _, pack in offers))
+def _best(what: str, cls: type, offers: list[tuple[Spec, Pack]]) -> tuple[Spec, Pack]:
+    """Return the offer of the highest priority; if it is several, raise, and say how to choose."""
+    highest = max(spec.priority for spec, _ in offers)
+    best = [offer for offer in offers if offer[0].priority == highest]
+    references = [spec.policy if isinstance(spec, PolicySpec) else spec.module for spec, _ in best]
+    if len(set(references)) == 1:
+        return best[0]
+    lines = [f"several {what} {full_name(cls)}, all for {best[0][0].target} with priority {highest}:"]
+    lines += [f"  {reference} of pack {pack}" for reference, (_, pack) in zip(references, best, strict=True)]
     lines.append("  way out in Python: pass policy= (a Policy class, an instance or a mapping)")
+    names = dict.fromkeys(_switch(pack) for _, pack in best)
     if len(names) > 1:
         lines.append(f"  way out: leave a pack out, with SHARDCORE_DISABLE_PACKS={' or '.join(names)}")
-    return "\n".join(lines)
+    raise AmbiguousPolicyError("\n".join(lines))
