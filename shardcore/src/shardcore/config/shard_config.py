@@ -35,6 +35,13 @@ _CHOICES = {
     "pipeline_schedule": (None, *SCHEDULE_NAMES),
 }
 
+# Fields that are None, or of a class, and how that is said.
+_CLASSES: dict[str, tuple[type[Any], str]] = {
+    "device_mesh": (DeviceMesh, "a DeviceMesh or None"),
+    "gradient_checkpoint_config": (GradientCheckpointConfig, "a GradientCheckpointConfig or None"),
+    "tensor_parallel_process_group": (ProcessGroup, "a process group that this rank belongs to, or None"),
+}
+
 #: Kinds of flash attention, by the names that libraries of models give them.
 ATTENTIONS = ("flash_attention_4", "flash_attention_3", "flash_attention_2", "xformers")
 
@@ -280,12 +287,9 @@ def _check_kinds(config: ShardConfig) -> None:
             require(name, value in ("auto", *named) or isinstance(value, bool | None), f"True, False, {words} or None")
         if name in _CHOICES:
             require(name, value in _CHOICES[name], f"one of {', '.join(map(repr, _CHOICES[name]))}")
-    require("device_mesh", isinstance(config.device_mesh, DeviceMesh | None), "a DeviceMesh or None")
-    require(
-        "gradient_checkpoint_config",
-        isinstance(config.gradient_checkpoint_config, GradientCheckpointConfig | None),
-        "a GradientCheckpointConfig or None",
-    )
+        if name in _CLASSES:
+            kind, wanted = _CLASSES[name]
+            require(name, isinstance(value, kind | None), wanted)
     every = config.check_inputs_every
     require("check_inputs_every", type(every) is int and every >= 0, "a number of calls, or 0 for never")
     bounds = config.pipeline_bounds
@@ -295,11 +299,6 @@ def _check_kinds(config: ShardConfig) -> None:
         "a tuple of the numbers of blocks at which stages begin, with the number of blocks at its end, or None",
     )
     require("extra_kwargs", isinstance(config.extra_kwargs, Mapping), "a mapping of names to values")
-    require(
-        "tensor_parallel_process_group",
-        isinstance(config.tensor_parallel_process_group, ProcessGroup | None),
-        "a process group that this rank belongs to, or None",
-    )
 
 
 def _check_contradictions(config: ShardConfig) -> None:
