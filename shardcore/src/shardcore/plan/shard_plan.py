@@ -147,7 +147,12 @@ def heading(plan: ShardPlan) -> list[str]:
 
 def modules(plan: ShardPlan) -> Iterator[str]:
     """Yield what becomes of each module: its name, and below it, indented, what is done to it."""
-    return _lines(_said(plan, plan.config.tensor_parallel_size or 1))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for path, texts in _said(plan, plan.config.tensor_parallel_size or 1).items():
+        alike.setdefault((_INDEX.sub("*", path), *texts), []).append(path)
+    for (pattern, *texts), paths in alike.items():
+        yield _together(pattern, paths) or "(the model itself)"
+        yield from (f"    {text}" for text in texts)
 
 
 def _whole(plan: ShardPlan, ranks: int) -> Iterator[str]:
@@ -195,15 +200,6 @@ def _parameter(parameter: ParameterPlan, ranks: int) -> str:
 
 def _shape(shape: Iterable[int]) -> str:
     return f"({', '.join(map(str, shape))})"
-
-
-def _lines(said: dict[str, list[str]]) -> Iterator[str]:
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for path, texts in said.items():
-        alike.setdefault((_INDEX.sub("*", path), *texts), []).append(path)
-    for (pattern, *texts), paths in alike.items():
-        yield f"{_together(pattern, paths) or '(the model itself)'}"
-        yield from (f"    {text}" for text in texts)
 
 
 def names_together(paths: Iterable[str]) -> str:
