@@ -101,10 +101,8 @@ def _meeting(env: TorchrunEnv) -> dict[str, Any]:
         return {"store": store_of(env), "rank": env.rank, "world_size": env.world_size}
     if env.exported:
         return {}
-    missing = [
-        name for name, value in (("MASTER_ADDR", env.master_addr), ("MASTER_PORT", env.master_port)) if value is None
-    ]
-    if missing:
+    given = {"MASTER_ADDR": env.master_addr, "MASTER_PORT": env.master_port}
+    if missing := [name for name, value in given.items() if value is None]:
         raise ConfigError(
             f"this is rank {env.rank} of {env.world_size}, and nothing says where the ranks meet; export "
             f"{' and '.join(missing)}: the host of rank 0, and a port that is free there, the same for all ranks. "

@@ -60,13 +60,7 @@ class Pending:
 
 
 class Channel:
-    """The ranks of one group, and how tensors travel between them.
-
-    Attributes:
-        group: the process group.
-        rank: this rank's position in it.
-        size: the number of its ranks.
-    """
+    """The ``size`` ranks of one group, and how tensors travel between them; ``rank`` is this one's position."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group

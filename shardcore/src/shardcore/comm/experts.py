@@ -50,7 +50,11 @@ class _Touch(Function):
         if ctx.wanted is not None:
             called, experts = ctx.wanted[0].tolist(), ctx.wanted[1]
             needs = [n and called[i] for n, i in zip(needs, experts, strict=True)]
-        return (grads[0], None, *(_zeros(p) if need else None for p, need in zip(ctx.parameters, needs, strict=True)))
+        zeros = [
+            with_spec(torch.zeros_like(local_tensor(p)), spec_of(p)) if need else None
+            for p, need in zip(ctx.parameters, needs, strict=True)
+        ]
+        return grads[0], None, *zeros
 
 
 def touch(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -69,7 +73,3 @@ def touch_elsewhere(x: Tensor, called: Tensor, lacking: Sequence[Sequence[Tensor
     experts = [i for i, parameters in enumerate(lacking) for _ in parameters]
     flat = [parameter for parameters in lacking for parameter in parameters]
     return _Touch.apply(x, (called, experts), *flat)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    return with_spec(torch.zeros_like(local_tensor(parameter)), spec_of(parameter))

@@ -23,12 +23,7 @@ _SCALE = 4  # bytes in front of a part
 
 
 class Fp8Channel(Channel):
-    """Sends floating-point numbers in 8 bits; everything else, and what `exact` sends, as it is.
-
-    Args:
-        group: the process group.
-        form: the dtype that travels.
-    """
+    """Sends floating-point numbers in 8 bits, as ``form``; everything else, and what `exact` sends, as it is."""
 
     def __init__(self, group: ProcessGroup, form: torch.dtype = torch.float8_e4m3fn) -> None:
         super().__init__(group)

@@ -149,15 +149,10 @@ def _parameters(builder: PlanBuilder, stages: Stages | None) -> tuple[ParameterP
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype),
                 layout=claims[0].layout if claims else None,
-                held_by=_holders(stages, names[key]),
+                held_by=tuple(dict.fromkeys(filter(None, map(stages.holder, names[key])))) if stages else (),
             )
         )
     return tuple(plans)
-
-
-def _holders(stages: Stages | None, names: Sequence[str]) -> tuple[str, ...]:
-    holders = map(stages.holder, names) if stages else ()
-    return tuple(dict.fromkeys(holder for holder in holders if holder))
 
 
 def _first_name(builder: PlanBuilder, name: str) -> str:

@@ -16,7 +16,6 @@ from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.plan.cut import Cut
 from shardcore.plan.digest import Choice
 from shardcore.plan.stages import Stages
-from shardcore.plan.steps.base import Step
 from shardcore.plan.steps.local import Compile, FreezeForInference
 from shardcore.policy import Policy
 
@@ -31,7 +30,9 @@ def optimize(builder: PlanBuilder, policy: Policy, stages: Stages | None, device
         asked = switch != "auto" and switch
         outcomes["enable_flash_attention"] = _flash_attention(builder, policy, device_type, asked=asked)
     if config.enable_fused_normalization:
-        outcomes["enable_fused_normalization"] = _fused(builder.carried_out)
+        count = Counter(step.fuses for step in builder.carried_out if step.fuses)
+        said = ", ".join(f"{what} for {modules} modules" for what, modules in sorted(count.items()))
+        outcomes["enable_fused_normalization"] = said or "nothing to do: torch's own norms are fused"
     if config.enable_jit_fused:
         outcomes["enable_jit_fused"] = _compile(builder, policy, stages, device_type)
     if config.gradient_checkpoint_config is not None:
@@ -58,12 +59,6 @@ def _flash_attention(builder: PlanBuilder, policy: Policy, device_type: str, *, 
         return None
     builder.add_late(step)
     return step.describe()
-
-
-def _fused(planned: list[Step]) -> str:
-    count = Counter(step.fuses for step in planned if step.fuses)
-    said = [f"{what} for {modules} modules" for what, modules in sorted(count.items())]
-    return ", ".join(said) or "nothing to do: torch's own norms are fused"
 
 
 def _compile(builder: PlanBuilder, policy: Policy, stages: Stages | None, device_type: str) -> str | None:

@@ -30,14 +30,10 @@ class Cut:
 
     @classmethod
     def of(cls, model: nn.Module, stages: Stages, number: int, *, bounds: Sequence[int] | None = None) -> Cut:
-        """Cut ``model`` into ``number`` stages.
+        """Cut ``model``, of which only sizes are read, into ``number`` stages.
 
-        Args:
-            model: the model, on any device; only sizes are read.
-            stages: where it can be cut.
-            number: how many stages.
-            bounds: where stages begin, and the number of blocks at the end. By default the work of the busiest stage is
-                the least that can be had, as far as parameters tell it.
+        ``bounds`` are where stages begin, and the number of blocks at the end. By default the work of the busiest stage
+        is the least that can be had, as far as parameters tell it.
 
         Raises:
             ConfigError: there are fewer blocks than stages, or ``bounds`` leaves a stage without blocks.

@@ -68,12 +68,7 @@ def _is_filled(cell: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How a switch that leaves a choice was decided.
-
-    Attributes:
-        switch: the field of the configuration.
-        outcome: what was chosen, with the reason if something was left out.
-    """
+    """How a switch that leaves a choice was decided: what was chosen, with the reason if something was left out."""
 
     switch: str
     outcome: str

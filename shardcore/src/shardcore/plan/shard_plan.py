@@ -55,13 +55,9 @@ class ParameterPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPlan:
-    """A submodule that another policy serves, because a rule has delegated it.
+    """A submodule that another policy serves, because a rule has delegated it; classes are said by qualified names.
 
-    Attributes:
-        path: its full name in the model.
-        model: qualified name of its class.
-        policy: qualified name of the policy's class.
-        origin: the distribution and version that the policy comes from; empty if the rule gave it.
+    ``origin`` is the distribution and version that the policy comes from; empty if the rule gave it.
     """
 
     path: str
