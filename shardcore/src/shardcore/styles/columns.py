@@ -24,11 +24,9 @@ from shardcore.styles._finding import written
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSizes:
-    """How a region is cut.
+    """How a region is cut, whose ``row`` linear has ``width`` input features.
 
     Attributes:
-        row: the name of the row linear at its end.
-        width: the input features of the row linear.
         by_heads: it is cut between attention heads, not between any two columns.
         heads: the numbers of heads; None where the region is cut between columns, or they are not known.
         inference_only: as the configuration says.

@@ -18,12 +18,9 @@ from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnterExperts(Step):
-    """The module ``path`` routes tokens to experts, of which each rank has slices.
+    """The module ``path`` routes tokens, its ``argument``, to experts, of which each rank has slices.
 
-    Attributes:
-        argument: name and position of the argument that enters.
-        router: the module that scores the experts.
-        captured: the place, in what the router returns, of logits that the model captures; None if it captures none.
+    ``captured`` is the place, in what the ``router`` returns, of logits that the model captures, if it does.
     """
 
     phase: ClassVar[Phase] = Phase.ENTER

@@ -107,12 +107,9 @@ class RefuseCaptured(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeLoss(Step):
-    """The loss is computed from what the module's forward returns, not inside it.
+    """The loss is computed from what the module's forward returns, not inside it, where ``labels`` are None.
 
-    Attributes:
-        function: called with the model, the outputs ``logits`` and the arguments ``labels``.
-        labels: the arguments that are None in the forward.
-        logits: the outputs that the function is given.
+    ``function`` is called with the model, the outputs ``logits`` and the arguments ``labels``.
     """
 
     mixin: ClassVar[type[ParallelMixin]] = LossFromOutputs
@@ -129,12 +126,10 @@ class TakeLoss(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepLogitsSharded(Step):
-    """In calls of the module with labels, logits stay split over the vocabulary.
+    """In calls of the module with labels, logits of ``heads`` stay split over the vocabulary.
 
-    Attributes:
-        labels: name and position of the argument with labels.
-        heads: the heads, by their full names.
-        chunk: the number of tokens whose logits are computed at a time, inside the loss; None computes all in the head.
+    ``chunk`` is the number of tokens whose logits are computed at a time, inside the loss; None computes all in the
+    head.
     """
 
     phase: ClassVar[Phase] = Phase.LOGITS

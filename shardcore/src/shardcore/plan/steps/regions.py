@@ -221,13 +221,8 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 class SliceArgument(Step):
     """An argument of the module ``path`` is cut to the heads of the rank.
 
-    What its gradient costs is not counted: a plan cannot know whether it needs one, and masks and slopes do not.
-
-    Attributes:
-        argument: name and position of the argument.
-        dim: its dim with heads.
-        heads: how many there are on all ranks together.
-        partial: what makes the argument sums its own gradient.
+    The argument has all ``heads`` along ``dim``; if ``partial``, what makes it sums its own gradient. Else what that
+    costs is not counted: a plan cannot know whether it needs one, and masks and slopes do not.
     """
 
     # Before the entry of a region at the same module looks at its arguments.

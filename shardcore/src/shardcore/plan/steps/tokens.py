@@ -30,10 +30,7 @@ from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Ste
 class ShardSequence(Step):
     """Activations between the blocks of the module ``path`` are split along the sequence.
 
-    Attributes:
-        blocks: its blocks; the first one that is called splits them.
-        argument: name and position of the argument of a block with these activations.
-        end: the module whose output is gathered.
+    The first of ``blocks`` that is called splits them, its ``argument``; the output of ``end`` is gathered.
     """
 
     phase: ClassVar[Phase] = Phase.SEQUENCE
@@ -98,10 +95,9 @@ class ShardSequence(Step):
 class DivideTokens(Step):
     """The tokens of the module ``path`` are divided over the ranks of ``cp`` while it runs its blocks.
 
+    The first of ``blocks`` that is called divides them, its ``argument``; the output of ``end`` has those of all ranks.
+
     Attributes:
-        blocks: its blocks; the first one that is called divides the tokens.
-        argument: name and position of the argument of a block with them.
-        end: the module whose output has the tokens of all ranks.
         attentions: the modules through which tokens see each other.
         exchanging: how many ranks exchange heads.
         rings: between how many groups of these keys and values go round.
