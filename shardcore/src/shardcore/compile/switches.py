@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 
 from shardcore import _env
 from shardcore.compile.builder import PlanBuilder
@@ -103,26 +102,18 @@ def _recompute(builder: PlanBuilder, policy: Policy, stages: Stages | None, swit
     if (found := _blocks(builder, policy, stages, rule)) is None:
         return
     try:
-        for path in _recomputed(builder, stages, switch, found):
+        if switch.num_ckpt_layers_per_stage is None:
+            # The share, or the number, is that of each list: an encoder and a decoder are recomputed alike.
+            paths = [path for blocks in found.values() for path in blocks[: switch.blocks(len(blocks))]]
+        else:
+            cut = Cut.by(builder.config, builder.model, stages)
+            counts = switch.of_stages([len(cut.held(stage)) for stage in range(len(cut))])
+            paths = [cut.blocks[number] for stage, count in enumerate(counts) for number in cut.held(stage)[:count]]
+        for path in paths:
             builder.add_late(policy_at(policy, path).recompute(path, builder.model.get_submodule(path)))
     except (ConfigError, NotSupportedError) as error:
         todo = "change or remove gradient_checkpoint_config"
         builder.report(where=", ".join(found), rule=rule, what=str(error), todo=todo)
-
-
-def _recomputed(
-    builder: PlanBuilder, stages: Stages | None, switch: GradientCheckpointConfig, found: dict[str, list[str]]
-) -> Iterator[str]:
-    """Yield the names of the blocks that are recomputed."""
-    if switch.num_ckpt_layers_per_stage is not None:
-        cut = Cut.by(builder.config, builder.model, stages)
-        counts = switch.of_stages([len(cut.held(stage)) for stage in range(len(cut))])
-        for stage, count in enumerate(counts):
-            yield from (cut.blocks[number] for number in cut.held(stage)[:count])
-        return
-    # The share, or the number, is that of each list: an encoder and a decoder are recomputed alike.
-    for blocks in found.values():
-        yield from blocks[: switch.blocks(len(blocks))]
 
 
 def _report_unread(builder: PlanBuilder, policy: Policy) -> None:
