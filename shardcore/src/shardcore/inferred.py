@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardcore.errors import ConfigError
-from shardcore.plugins.unserved import folders_of, installing
+from shardcore.plugins.unserved import installing
 from shardcore.policy import Policy
 
 #: How far an inferred policy is trusted: see `shardcore.shard`.
@@ -21,7 +21,6 @@ Inference: TypeAlias = Literal["proved", "proved_in_part", "drafted"]
 def inference() -> Callable[[nn.Module, Inference, ProcessGroup | None], type[Policy]]:
     """Return what infers a policy for the class of a model: the first rank of a group does it for all."""
     if importlib.util.find_spec("shardcore_scaffold") is None:
-        where = installing(*folders_of("kit"))
-        raise ConfigError(f"policy='infer' is of shardcore-scaffold, which is not installed{where}")
+        raise ConfigError(f"policy='infer' is of shardcore-scaffold, which is not installed{installing('kit')}")
     found = importlib.import_module("shardcore_scaffold.inferred").inferred
     return cast("Callable[[nn.Module, Inference, ProcessGroup | None], type[Policy]]", found)

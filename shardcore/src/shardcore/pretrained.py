@@ -11,7 +11,7 @@ from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore.fsdp.phase import Wrap
 from shardcore.inferred import Inference
-from shardcore.plugins.unserved import folders_of, installing
+from shardcore.plugins.unserved import installing
 from shardcore.policy import Policy
 
 
@@ -66,7 +66,7 @@ def from_pretrained(
     if load is None:
         raise ConfigError(
             "shardcore.from_pretrained asks the client for the model's library, and none is installed that loads"
-            f"{installing(*folders_of('loaders'))}. A pack of the library's models brings it. Other models: "
+            f"{installing('loaders')}. A pack of the library's models brings it. Other models: "
             "shardcore.shard(model, weights=...)"
         )
     loaded: Any = load(

@@ -11,7 +11,7 @@ from importlib_metadata import EntryPoint, entry_points
 import shardcore
 from shardcore.errors import ShardcoreError
 from shardcore.plugins.isolation import attempt, in_one_line
-from shardcore.plugins.unserved import folders_of, for_a_shell, installing
+from shardcore.plugins.unserved import for_a_shell, installing
 from shardcore_cli.commands import convert, doctor, inspect, packs
 
 #: The group of entry points that name commands of click.
@@ -46,7 +46,7 @@ class _Group(click.Group):
             return _loaded(entry)
         if (home := _HOMES.get(cmd_name)) is not None:
             raise click.UsageError(
-                f"{cmd_name!r} is a command of {home}, which is not installed{installing(*folders_of('kit'))}", ctx
+                f"{cmd_name!r} is a command of {home}, which is not installed{installing('kit')}", ctx
             )
         return None
 

@@ -14,7 +14,7 @@ import click
 from shardcore.errors import BrokenPackWarning
 from shardcore.plugins.isolation import in_full
 from shardcore.plugins.registry import Pack, Registry
-from shardcore.plugins.unserved import first_party, folders_of, installing
+from shardcore.plugins.unserved import first_party, installing
 from shardcore.plugins.versions import tested
 from shardcore_cli.tables import say, show_table
 
@@ -63,7 +63,7 @@ def _location(pack: Pack) -> str | None:
 def show(rows: list[dict[str, Any]], *, verbose: bool = False) -> None:
     """Print the packs: on a terminal the families of each, or with ``verbose`` its classes; in a pipe all of them."""
     if not rows:
-        line, others = installing(*folders_of("shard-llama")), ", ".join(sorted(first_party() - {"shard-llama"}))
+        line, others = installing("shard-llama"), ", ".join(sorted(first_party() - {"shard-llama"}))
         click.echo(
             f"no pack is installed, so no model is served. Install one, such as shard-llama{line}; others: {others}. "
             "Or write one: shardcore new-pack --help",

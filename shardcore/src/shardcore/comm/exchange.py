@@ -160,20 +160,18 @@ def _put_together(parts: Sequence[Tensor], channel: Channel) -> tuple[Tensor, ..
     ranks, together = channel.size, list(parts)
     for places in by_dtype(parts):
         flat = torch.cat([parts[i].reshape(-1) for i in places])
-        stacked = _all_gather(flat, channel)
+        if torch.compiler.is_compiling():
+            stacked = _CompiledGatherRows.apply(flat, channel)  # type: ignore[no-untyped-call]  # untyped in torch
+        else:
+            stacked = channel.all_gather(flat)
         for i, piece in zip(places, stacked.split([parts[i].numel() for i in places], 1), strict=True):
             together[i] = piece.reshape(ranks * parts[i].size(0), *parts[i].shape[1:])
     return tuple(together)
 
 
-def _all_gather(flat: Tensor, channel: Channel) -> Tensor:
-    """Return what each rank of ``channel`` has: (m) to (c, m)."""
-    if torch.compiler.is_compiling():
-        return _CompiledGatherRows.apply(flat, channel)  # type: ignore[no-untyped-call, no-any-return]  # untyped in torch
-    return channel.all_gather(flat)
-
-
 class _CompiledGatherRows(Function):
+    """What each rank has: (m) to (c, m)."""
+
     @staticmethod
     def forward(ctx: Any, flat: Tensor, channel: Channel) -> Tensor:
         ctx.channel = channel

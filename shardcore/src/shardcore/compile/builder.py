@@ -14,7 +14,7 @@ from shardcore.errors import PlanError, Problem
 from shardcore.nn import Layout, ParallelMixin
 from shardcore.nn.context.shard import divided_attention
 from shardcore.nn.layout import ExpertsLayout
-from shardcore.plan.steps.base import ParameterClaim, PlanView, Step
+from shardcore.plan.steps.base import ParameterClaim, PlanView, Step, above
 from shardcore.plan.steps.modules import Swap
 from shardcore.policy import HeadCounts, Policy, Rule, Scope
 from shardcore.styles._finding import dotted, is_in, submodule
@@ -200,11 +200,9 @@ class RuleScope(Scope):
 
     @override
     def above(self) -> Iterator[tuple[str, nn.Module]]:
-        path = self.path
-        while path != self.part.path:
-            yield path, self.builder.model.get_submodule(path)
-            path = path.rpartition(".")[0]
-        yield path, self.part.module
+        for path in (self.path, *above(self.path)):
+            if is_in(path, self.part.path):
+                yield path, self.builder.named[path]
 
     @override
     def swap(self, suffix: str, target: type[ParallelMixin], **options: Any) -> type[ParallelMixin]:

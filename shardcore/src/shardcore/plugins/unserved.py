@@ -82,7 +82,7 @@ def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
     family = next(starts, None)
     here = next((pack for pack in packs if pack.distribution == family), None)
     if family and here is None:
-        yield f"  way out: install {family}, the first-party pack for this family{installing(*folders_of(family))}"
+        yield f"  way out: install {family}, the first-party pack for this family{installing(family)}"
         return
     if here is not None and here.status == "blocked":
         yield f"  the first-party pack for this family, {family}, is installed and blocked"
@@ -97,14 +97,12 @@ def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
         yield "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function"
 
 
-def folders_of(what: str) -> Sequence[str]:
-    """Return the folders of this project that are installed for a pack, for tools ("kit") or for "loaders"."""
-    found: Sequence[str] = _index()["folders"].get(what, [f"packs/{what}"])
-    return found
+def installing(what: str) -> str:
+    """Return the end of a sentence with the line that installs a pack, tools ("kit"), "loaders" or a folder.
 
-
-def installing(*folders: str) -> str:
-    """Return the end of a sentence with the line that installs distributions of this project; no index has any yet."""
+    No index has distributions of this project yet.
+    """
+    folders: Sequence[str] = _index()["folders"].get(what, [what if "/" in what else f"packs/{what}"])
     if not folders:
         return ""
     sources = _sources()
