@@ -53,9 +53,7 @@ class PlanBuilder(PlanView):
 
     def report(self, *, what: str, todo: str, where: str = "", rule: str = "(none)") -> None:
         """Record a problem, unless it is known."""
-        problem = Problem(where=where, rule=rule, what=what, todo=todo)
-        if problem not in self.problems:
-            self.problems.append(problem)
+        self._record(Problem(where=where, rule=rule, what=what, todo=todo))
 
     def add(self, step: Step) -> list[str]:
         """Add a step, unless one at its path says the same; return why it cannot be carried out beside others."""
@@ -70,12 +68,12 @@ class PlanBuilder(PlanView):
     def add_late(self, step: Step) -> None:
         """Add a step that no rule has asked for, and report what does not fit."""
         self.problems += [step.problem(what, "keep one of them") for what in self.add(step)]
-        self._check(step)
+        self._record(*step.check(self))
 
     def check(self) -> None:
         """Let every step say what does not fit between it and the others."""
         for step in list(self.steps.values()):
-            self._check(step)
+            self._record(*step.check(self))
         if (self.config.expert_parallel_size or 1) > 1 and not any(
             isinstance(claim.layout, ExpertsLayout) for claims in self.claims.values() for claim in claims
         ):
@@ -107,10 +105,8 @@ class PlanBuilder(PlanView):
         fit = f"{type(policy).__qualname__} does not fit {type(self.model).__qualname__}"
         return PlanError(f"{fit} at tensor_parallel_size {self.ranks}", problems)
 
-    def _check(self, step: Step) -> None:
-        for problem in step.check(self):
-            if problem not in self.problems:
-                self.problems.append(problem)
+    def _record(self, *problems: Problem) -> None:
+        self.problems += [problem for problem in dict.fromkeys(problems) if problem not in self.problems]
 
     @property
     def carried_out(self) -> list[Step]:

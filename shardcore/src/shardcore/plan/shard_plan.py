@@ -124,8 +124,7 @@ class ShardPlan:
         """Return the plan as text: every module that changes, with its parameters; equal blocks are shown once."""
         return "\n".join([*heading(self), *modules(self)])
 
-    def __str__(self) -> str:
-        return self.render()
+    __str__ = render
 
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -111,8 +111,7 @@ class Registry:
         """
         packs = load_packs(entry_points)
         # One warning after all packs are loaded: with warnings as errors, a broken pack must not hide the next one.
-        broken = [complaint(pack) for pack in packs if pack.status == "broken"]
-        if broken:
+        if broken := [complaint(pack) for pack in packs if pack.status == "broken"]:
             warnings.warn("\n".join(broken), BrokenPackWarning, stacklevel=2)
         return cls(packs)
 
