@@ -225,7 +225,7 @@ def segments(
     return FusedHeads(name, Order(tuple(what), by, sizes))
 
 
-def row_target(linear: Product, cut: RegionSizes) -> Target:
+def row_target(cut: RegionSizes) -> Target:
     """Return what the row linear at the end of the region becomes."""
     columns = None if cut.heads is None or not cut.by_heads else Order(("query",)).rows(cut.width, cut.heads)
     if columns is None or are_parts(columns, cut.width):

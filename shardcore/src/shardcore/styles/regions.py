@@ -85,7 +85,7 @@ def region(
         col=tuple(Fused(c) if isinstance(c, str) else c for c in columns),
         kv=tuple(Fused(name, of="key") for name in names_of(kv)),
         row=last,
-        unit="head" if heads else unit,
+        by_heads=unit == "head" or bool(heads or kv),
         heads=heads,
     )
 
@@ -122,7 +122,7 @@ class RegionRule(Rule):
     col: tuple[Column, ...]
     kv: tuple[Column, ...]
     row: str
-    unit: str
+    by_heads: bool
     inside: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ class RegionRule(Rule):
             scope.swap(column.name, target, enters=entry is None, **options)
         for name in self.inside:
             scope.swap(name, InnerRowLinear)
-        target, options = row_target(linears[self.row], cut)
+        target, options = row_target(cut)
         scope.swap(self.row, target, **options)
         if entry is not None:
             scope.add(entry)
@@ -185,13 +185,12 @@ class RegionRule(Rule):
 
         Sizes of heads were checked by the policy's ``Heads``.
         """
-        by_heads = self.unit == "head" or bool(self.kv)
         cut = RegionSizes(
             row=self.row,
             width=linears[self.row].in_features,
-            by_heads=by_heads,
-            heads=self._heads(scope) if by_heads else None,
-            inference_only=bool(scope.config.inference_only),
+            by_heads=self.by_heads,
+            heads=self._heads(scope) if self.by_heads else None,
+            inference_only=scope.config.inference_only,
         )
         columns = (*self.columns, *self.channels)
         lacks = [lack for column in columns if (lack := column.without(cut))]
@@ -209,7 +208,7 @@ class RegionRule(Rule):
                 misfits.append((name, f"{what}; both read the same channels", "correct row="))
         for name, what, todo in misfits:
             scope.problem(what, todo, name)
-        return None if misfits or (by_heads and cut.heads is None) else cut
+        return None if misfits or (self.by_heads and cut.heads is None) else cut
 
     def _heads(self, scope: Scope) -> HeadCounts | None:
         """Return the head counts of the policy, or of this one module; record what is wrong with the latter."""
