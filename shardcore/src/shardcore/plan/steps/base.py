@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -228,6 +228,18 @@ class Step:
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "path"} | more
         context: Any = ctx.shared if self.splits else ctx.context
         return functools.partial(self.mixin.swap_class, ctx.model.get_submodule(self.path), context, **options)
+
+    def swapped_all(
+        self, ctx: ApplyContext, own: Mapping[type[ParallelMixin], Mapping[str, Any]], **shared: Any
+    ) -> Commit:
+        """Return the call that gives modules their mixins, in the order of `mixins`, with ``own`` options of each."""
+        modules = [(ctx.model.get_submodule(path), mixin) for path, mixin in self.mixins]
+
+        def commit() -> None:
+            for module, mixin in modules:
+                mixin.swap_class(module, ctx.shared, **shared, **own.get(mixin, {}))
+
+        return commit
 
     def problem(self, what: str, todo: str) -> Problem:
         """Return a problem with this step."""

@@ -124,12 +124,4 @@ class SyncRouting(Step):
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
-        module = ctx.model.get_submodule(self.path)
-        experts = list(module.get_submodule(self.weights).children())
-
-        def commit() -> None:
-            ListedExperts.swap_class(module, ctx.shared, weights=self.weights)
-            for expert in experts:
-                ListedExpert.swap_class(expert, ctx.shared)
-
-        return commit
+        return self.swapped_all(ctx, {ListedExperts: {"weights": self.weights}})

@@ -78,17 +78,8 @@ class ShardSequence(Step):
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
-        blocks = [ctx.model.get_submodule(path) for path in self.blocks]
-        stack, end = ctx.model.get_submodule(self.path), ctx.model.get_submodule(self.end)
         tokens = ctx.tokens_at(self.end)
-
-        def commit() -> None:
-            SequenceStack.swap_class(stack, ctx.shared, tokens=tokens)
-            for block in blocks:
-                SequenceBlock.swap_class(block, ctx.shared, tokens=tokens, argument=self.argument)
-            SequenceEnd.swap_class(end, ctx.shared, tokens=tokens)
-
-        return commit
+        return self.swapped_all(ctx, {SequenceBlock: {"argument": self.argument}}, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,22 +149,19 @@ class DivideTokens(Step):
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
-        model, context = ctx.model, ctx.shared
-        blocks = [model.get_submodule(path) for path in self.blocks]
-        stack, end = model.get_submodule(self.path), model.get_submodule(self.end)
+        model = ctx.model
         attentions = [model.get_submodule(path) for path in self.attentions]
         library = divided_attention(model)
         assert library is not None  # or else the plan is refused
         causal = all(getattr(attention, "is_causal", False) for attention in attentions)
-        shard = ContextShard(context, _groups(context, self.exchanging), library, zigzag=causal)
+        shard = ContextShard(ctx.shared, _groups(ctx.shared, self.exchanging), library, zigzag=causal)
         ctx.divided = shard
+        swap = self.swapped_all(
+            ctx, {ContextBlock: {"argument": self.argument}, ContextModel: {"keeps": self.keeps}}, shard=shard
+        )
 
         def commit() -> None:
-            ContextStack.swap_class(stack, context, shard=shard)
-            for block in blocks:
-                ContextBlock.swap_class(block, context, shard=shard, argument=self.argument)
-            ContextEnd.swap_class(end, context, shard=shard)
-            ContextModel.swap_class(model, context, shard=shard, keeps=self.keeps)
+            swap()
             for attention in attentions:
                 set_shard(attention, shard)
             library.divide(model)
