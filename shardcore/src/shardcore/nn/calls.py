@@ -48,11 +48,9 @@ def _as_call(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gathered(native: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(module, Replicated):
-            return module.run_method(native, args, kwargs)
-        return native(module, *args, **kwargs)
-
+    run: Callable[..., Any] = functools.partial(native, module)
+    if isinstance(module, Replicated):
+        run = functools.partial(module.run_method, native)
     unit = unit_of(module)
     return run(*args, **kwargs) if unit is None else unit.run(run, args, kwargs)
 

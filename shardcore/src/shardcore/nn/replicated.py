@@ -142,7 +142,7 @@ class Replicated(ParallelMixin):
         finally:
             state["_parameters"] = own
 
-    def run_method(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_method(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call ``method``, one of the native class, on the local tensors of the parameters."""
         if torch.compiler.is_compiling():
             return method(self._stand_in(), *args, **kwargs)

@@ -51,12 +51,7 @@ class RngScope(ParallelMixin):
         Raises:
             NotSupportedError: a checkpoint around the module recomputes it while one of its dropouts is live.
         """
-        entered = self._shard_enter()
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            if entered:
-                self._shard_context.random.leave()
+        return self.on_stream(super().forward, args, kwargs)
 
     def on_stream(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``function``, which runs the module, on the model's random stream; see `forward`."""
