@@ -6,7 +6,7 @@ from torch import nn
 
 from shardcore.nn import Replicated, RowLinear
 from shardcore.nn.attention import Of, SplitAttention, output_options
-from shardcore.nn.linear.bias import BiasLinear
+from shardcore.nn.linear.parallel import BiasLinear
 from shardcore.nn.over_heads import NormOverHeads
 from shardcore.plan.steps.regions import SliceArgument
 from shardcore.policy import Rule, Scope, Word

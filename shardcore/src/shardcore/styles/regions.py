@@ -13,7 +13,7 @@ from typing_extensions import override
 from shardcore.nn import ColumnLinear, Replicated
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.nn.linear.alike import Product, product_of
-from shardcore.nn.linear.inside import InnerRowLinear
+from shardcore.nn.linear.parallel import InnerRowLinear
 from shardcore.plan.steps.base import Step
 from shardcore.plan.steps.modules import ByRank, SetAttribute
 from shardcore.plan.steps.regions import EnterArgument, EnterRegion

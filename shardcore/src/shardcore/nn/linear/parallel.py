@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from shardcore.comm.collectives import copy_to_tp, gather_from_tp, split_to_tp
+from shardcore.comm.collectives import copy_to_tp, gather_from_tp, reduce_from_tp, split_to_tp
 from shardcore.comm.dtensor_params import read_local, read_partial
 from shardcore.comm.exchange import Exchange, exchange_rows, misused
 from shardcore.comm.strided import Runs
@@ -27,7 +27,10 @@ from shardcore.nn.linear.functional import local_linear, multiply
 from shardcore.nn.linear.members import Member, ParallelLinear, read_together, shared_parameters
 from shardcore.nn.region.inner import SoleRegion
 from shardcore.nn.region.region import OPEN, MemberLinear, Region, require_entered
-from shardcore.nn.sequence.shard import leave_region
+from shardcore.nn.sequence.shard import SequenceShard, leave_region
+
+#: The rows, or columns, that each rank uses, by rank; None where these are what it holds.
+Used: TypeAlias = tuple[Runs, ...] | None
 
 # Key under which column linears that enter by themselves fork the random stream, and row linears join it.
 _OWN_FORK = "linears"
@@ -84,7 +87,7 @@ class ColumnLinear(Member):
         ranks: int,
         *,
         replication: int = 1,
-        used: tuple[Runs, ...] | None = None,
+        used: Used = None,
         gather_output: bool = False,
         **options: Any,
     ) -> str | None:
@@ -112,7 +115,7 @@ class ColumnLinear(Member):
         *,
         replication: int = 1,
         in_parts: bool = True,
-        used: tuple[Runs, ...] | None = None,
+        used: Used = None,
         **options: Any,
     ) -> Mapping[str, Layout]:
         product = cls.computes(module)
@@ -160,7 +163,7 @@ class ColumnLinear(Member):
         replication: int = 1,
         enters: bool = True,
         in_parts: bool = True,
-        used: tuple[Runs, ...] | None = None,
+        used: Used = None,
         **options: Any,
     ) -> Self:
         new = super().swap_class(module, context)
@@ -264,13 +267,7 @@ class RowLinear(ParallelLinear):
     @classmethod
     @override
     def problem(
-        cls,
-        module: nn.Module,
-        ranks: int,
-        *,
-        parallel_input: bool = True,
-        used: tuple[Runs, ...] | None = None,
-        **options: Any,
+        cls, module: nn.Module, ranks: int, *, parallel_input: bool = True, used: Used = None, **options: Any
     ) -> str | None:
         if problem := super().problem(module, ranks):
             return problem
@@ -287,9 +284,7 @@ class RowLinear(ParallelLinear):
 
     @classmethod
     @override
-    def layouts(
-        cls, module: nn.Module, ranks: int, *, used: tuple[Runs, ...] | None = None, **options: Any
-    ) -> Mapping[str, Layout]:
+    def layouts(cls, module: nn.Module, ranks: int, *, used: Used = None, **options: Any) -> Mapping[str, Layout]:
         dim = 0 if cls.computes(module).transposed else 1
         layouts: dict[str, Layout] = {"weight": ShardedLayout(dim) if used is None else ExchangedLayout(dim)}
         if module._parameters.get("bias") is not None:
@@ -311,13 +306,7 @@ class RowLinear(ParallelLinear):
     @classmethod
     @override
     def swap_class(
-        cls,
-        module: nn.Module,
-        context: ShardContext,
-        *,
-        parallel_input: bool = True,
-        used: tuple[Runs, ...] | None = None,
-        **options: Any,
+        cls, module: nn.Module, context: ShardContext, *, parallel_input: bool = True, used: Used = None, **options: Any
     ) -> Self:
         new = super().swap_class(module, context)
         new.parallel_input = parallel_input
@@ -356,3 +345,42 @@ class RowLinear(ParallelLinear):
         if self.exchange is None:
             return local_linear(x, self.weight, transposed=self.transposed)
         return multiply(x, *exchange_rows(self._shard_context.channel, [self.exchange], [self.weight]))
+
+
+class BiasLinear(ColumnLinear):
+    """A column linear inside of a region whose input did not enter it, with ``enters=False``: weight (out/tp, in).
+
+    It ends a network that makes a bias for each head of coordinates, not of activations. Input (..., in), the same on
+    all ranks, made by modules whose gradients are summed over them; output (..., out/tp). Nothing is sent.
+    """
+
+    @override
+    def local(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+class InnerRowLinear(RowLinear):
+    """A linear inside of a region whose input features are split, and whose output each rank's channels read again.
+
+    Input (..., in/tp); output (..., out), summed over the ranks. Its gradient is summed over them too, since each
+    rank's channels use all of it. The region goes on: random numbers stay those of the rank, and tokens whole.
+    """
+
+    @classmethod
+    @override
+    def plan_collectives(cls, site: Site, **options: Any) -> Iterator[Collective]:
+        yield forward(site.path, "all_reduce", "(B, S, ...) output")
+        yield backward(site.path, "all_reduce", "(B, S, ...) output gradient")
+
+    @override
+    def _take_sequence(self, tokens: SequenceShard | None) -> None:
+        """Tokens are whole inside of a region."""
+
+    @override
+    def finish(self, out: Tensor) -> Tensor:
+        channel = self._shard_context.channel
+        out = reduce_from_tp(out, channel, fresh=True)
+        if self.bias is not None:
+            (bias,) = read_local(self.bias)
+            out = out + bias.to(out.dtype)
+        return copy_to_tp(out, channel) if torch.is_grad_enabled() else out
