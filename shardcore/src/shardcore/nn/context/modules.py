@@ -30,11 +30,7 @@ _CARRIED = "_shardcore_places"
 
 
 class _ContextModule(ParallelMixin):
-    """A module that changes a `ContextShard`.
-
-    Options:
-        shard: the `ContextShard`.
-    """
+    """A module that changes a `ContextShard`, which is the option ``shard``."""
 
     keeps_name: ClassVar[bool] = True
     kept_options: ClassVar[Mapping[str, str]] = {"shard": "_context"}
@@ -55,9 +51,6 @@ class ContextStack(_ContextModule):
     """The module whose forward runs the blocks: only while it runs are tokens divided.
 
     In calls with a cache they are not: it would hold the keys of one rank.
-
-    Options:
-        shard: the `ContextShard`.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,21 +90,17 @@ class ContextBlock(_ContextModule):
 
     Options:
         argument: the one with the tokens.
-        shard: the `ContextShard`.
+        dropouts: where numbers may be drawn in it.
     """
 
-    kept_options: ClassVar[Mapping[str, str]] = {**_ContextModule.kept_options, "argument": "_context_argument"}
+    kept_options: ClassVar[Mapping[str, str]] = {
+        **_ContextModule.kept_options,
+        "argument": "_context_argument",
+        "dropouts": "_context_dropouts",
+    }
 
     _context_argument: Argument
     _context_dropouts: DropoutSites
-
-    @classmethod
-    @override
-    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        dropouts = DropoutSites([module])
-        new = super().swap_class(module, context, **options)
-        new.__dict__["_context_dropouts"] = dropouts
-        return new
 
     # Not a hook and not the forward: checkpoints and FSDP2 are inside this call, so that neither repeats the division.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,11 +172,7 @@ class ContextBlock(_ContextModule):
 
 
 class ContextEnd(_ContextModule):
-    """The last module of a stack: the tokens of all ranks are put together in its output.
-
-    Options:
-        shard: the `ContextShard`.
-    """
+    """The last module of a stack: the tokens of all ranks are put together in its output."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and gather its output, if tokens are divided."""
@@ -204,7 +189,6 @@ class ContextModel(_ContextModule):
 
     Options:
         keeps: whether logits stay divided in calls that return a loss.
-        shard: the `ContextShard`.
     """
 
     kept_options: ClassVar[Mapping[str, str]] = {"shard": "_context", "keeps": "_context_keeps"}

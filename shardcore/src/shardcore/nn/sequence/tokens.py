@@ -7,16 +7,14 @@ block later, perhaps after another call, recomputes it for the same number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from typing_extensions import override
+from torch import Tensor
 
 from shardcore._torch import backward_task
 from shardcore.comm.sequence import local_tokens, scatter_sequence
 from shardcore.errors import NotSupportedError, ShardcoreError
-from shardcore.mesh.context import ShardContext
 from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.randomness import DropoutSites
@@ -27,11 +25,7 @@ _CARRIED = "_shardcore_tokens"
 
 
 class SequenceModule(ParallelMixin):
-    """A module that changes a `SequenceShard`.
-
-    Options:
-        tokens: the `SequenceShard`.
-    """
+    """A module that changes a `SequenceShard`, which is the option ``tokens``."""
 
     keeps_name: ClassVar[bool] = True
     kept_options: ClassVar[Mapping[str, str]] = {"tokens": "_tokens"}
@@ -40,11 +34,7 @@ class SequenceModule(ParallelMixin):
 
 
 class SequenceStack(SequenceModule):
-    """The module whose forward runs the blocks: only while it runs are tokens split.
-
-    Options:
-        tokens: the `SequenceShard`.
-    """
+    """The module whose forward runs the blocks: only while it runs are tokens split."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward.
@@ -71,21 +61,17 @@ class SequenceBlock(SequenceModule):
 
     Options:
         argument: the one with the tokens.
-        tokens: the `SequenceShard`.
+        dropouts: where numbers may be drawn in it.
     """
 
-    kept_options: ClassVar[Mapping[str, str]] = {**SequenceModule.kept_options, "argument": "_tokens_argument"}
+    kept_options: ClassVar[Mapping[str, str]] = {
+        **SequenceModule.kept_options,
+        "argument": "_tokens_argument",
+        "dropouts": "_tokens_dropouts",
+    }
 
     _tokens_argument: Argument
     _tokens_dropouts: DropoutSites
-
-    @classmethod
-    @override
-    def swap_class(cls, module: nn.Module, context: ShardContext, **options: Any) -> Self:
-        dropouts = DropoutSites([module])
-        new = super().swap_class(module, context, **options)
-        new.__dict__["_tokens_dropouts"] = dropouts
-        return new
 
     # Not a hook and not the forward: checkpoints and FSDP2 are inside this call, so that neither repeats the split.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,11 +133,7 @@ class SequenceBlock(SequenceModule):
 
 
 class SequenceEnd(SequenceModule):
-    """The last module of a stack: its output is gathered.
-
-    Options:
-        tokens: the `SequenceShard`.
-    """
+    """The last module of a stack: its output is gathered."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and gather its output, if tokens are split."""

@@ -230,14 +230,17 @@ class Step:
         return functools.partial(self.mixin.swap_class, ctx.model.get_submodule(self.path), context, **options)
 
     def swapped_all(
-        self, ctx: ApplyContext, own: Mapping[type[ParallelMixin], Mapping[str, Any]], **shared: Any
+        self,
+        ctx: ApplyContext,
+        own: Mapping[type[ParallelMixin], Callable[[nn.Module], Mapping[str, Any]]],
+        **shared: Any,
     ) -> Commit:
-        """Return the call that gives modules their mixins, in the order of `mixins`, with ``own`` options of each."""
+        """Return the call that gives modules their mixins, in the order of `mixins`, with ``own`` options of a mixin."""
         modules = [(ctx.model.get_submodule(path), mixin) for path, mixin in self.mixins]
 
         def commit() -> None:
             for module, mixin in modules:
-                mixin.swap_class(module, ctx.shared, **shared, **own.get(mixin, {}))
+                mixin.swap_class(module, ctx.shared, **shared, **(own[mixin](module) if mixin in own else {}))
 
         return commit
 

@@ -124,4 +124,4 @@ class SyncRouting(Step):
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
-        return self.swapped_all(ctx, {ListedExperts: {"weights": self.weights}})
+        return self.swapped_all(ctx, {ListedExperts: lambda _: {"weights": self.weights}})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch import nn
 from typing_extensions import override
 
 from shardcore.comm.collectives import Channel
@@ -79,7 +80,11 @@ class ShardSequence(Step):
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
         tokens = ctx.tokens_at(self.end)
-        return self.swapped_all(ctx, {SequenceBlock: {"argument": self.argument}}, tokens=tokens)
+
+        def of_a_block(block: nn.Module) -> Mapping[str, Any]:
+            return {"argument": self.argument, "dropouts": DropoutSites([block], draws=ctx.draws)}
+
+        return self.swapped_all(ctx, {SequenceBlock: of_a_block}, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +161,12 @@ class DivideTokens(Step):
         causal = all(getattr(attention, "is_causal", False) for attention in attentions)
         shard = ContextShard(ctx.shared, _groups(ctx.shared, self.exchanging), library, zigzag=causal)
         ctx.divided = shard
-        swap = self.swapped_all(
-            ctx, {ContextBlock: {"argument": self.argument}, ContextModel: {"keeps": self.keeps}}, shard=shard
-        )
+
+        def of_a_block(block: nn.Module) -> Mapping[str, Any]:
+            return {"argument": self.argument, "dropouts": DropoutSites([block], draws=ctx.draws)}
+
+        own = {ContextBlock: of_a_block, ContextModel: lambda _: {"keeps": self.keeps}}
+        swap = self.swapped_all(ctx, own, shard=shard)
 
         def commit() -> None:
             swap()
