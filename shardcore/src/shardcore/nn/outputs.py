@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from typing_extensions import override
 from shardcore.comm.collectives import gather_from_tp
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
+from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.sequence.shard import SequenceShard
 
@@ -23,35 +25,25 @@ CAPTURED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ReturnDict:
-    """The argument ``return_dict`` of a forward, wherever it stands.
-
-    Attributes:
-        position: among the positional arguments; -1 where it is given by keyword only.
-    """
-
-    position: int
+class ReturnDict(Argument):
+    """The argument ``return_dict`` of a forward."""
 
     @classmethod
-    def of(cls, module: nn.Module) -> ReturnDict:
+    def of(cls, module: nn.Module) -> Self:
         """Look it up in the signature of a module."""
         names = list(inspect.signature(module.forward).parameters)
-        return cls(names.index("return_dict") if "return_dict" in names else -1)
+        return cls("return_dict", names.index("return_dict") if "return_dict" in names else sys.maxsize)
 
     def is_tuple(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Tell whether a call of ``module`` returns a tuple; its configuration decides where the caller does not."""
-        wish = args[self.position] if self._is_in(args) else kwargs.get("return_dict")
+        wish = self.given(args, kwargs)
         return not (getattr(getattr(module, "config", None), "return_dict", True) if wish is None else wish)
 
-    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the same call for named outputs."""
-        if self._is_in(args):
-            return (*args[: self.position], True, *args[self.position + 1 :]), dict(kwargs)
-        return args, {**kwargs, "return_dict": True}
-
-    def _is_in(self, args: tuple[Any, ...]) -> bool:
-        return 0 <= self.position < len(args)
+        if self.position < len(args):
+            return self.changed(args, kwargs, lambda _: True)
+        return args, {**kwargs, self.name: True}
 
 
 class OutputGatherer(ParallelMixin):
