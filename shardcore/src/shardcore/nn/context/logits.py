@@ -109,15 +109,12 @@ class DividedLogits(VocabParallelLogits):
             where = self._local.reshape(-1)
             own = (where >= 0).nonzero().squeeze(1)
             rows = rows[where[own]]
-        losses = self._losses_of(rows, labels[own], smoothing)
+        if isinstance(rows, VocabParallelLogits):
+            losses = rows._losses(labels[own], smoothing)
+        else:
+            losses = F.cross_entropy(wide(rows), labels[own], reduction="none", label_smoothing=smoothing)
         whole = losses.new_zeros(labels.shape).index_put((own,), losses)
         return sum_of_ranks(whole, self._shard.groups.everybody)
-
-    @staticmethod
-    def _losses_of(rows: Tensor | VocabParallelLogits, labels: Tensor, smoothing: float) -> Tensor:
-        if isinstance(rows, VocabParallelLogits):
-            return rows._losses(labels, smoothing)
-        return F.cross_entropy(wide(rows), labels, reduction="none", label_smoothing=smoothing)
 
     @override
     def _changed(self, change: Change) -> Self:

@@ -121,7 +121,8 @@ class VocabParallelLogits:
         reaches = any(part is Ellipsis for part in parts) or len(parts) >= self.ndim
         # A mask takes as many dims as it has.
         masks = any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
-        whole_last = _is_all(parts[-1]) or (len(parts) == 1 and masks)
+        last = parts[-1]
+        whole_last = last is Ellipsis or last == slice(None) or (len(parts) == 1 and masks)
         if any(part is None for part in parts) or ((reaches or masks) and not whole_last):
             self._refuse(f"the selection {index!r}")
         return self.with_local(self._local[index])
@@ -135,7 +136,8 @@ class VocabParallelLogits:
         return self._elementwise(torch.div, divisor)
 
     def __add__(self, bias: Any) -> Self:
-        return self._plus(bias)
+        own = self._own(bias)
+        return self._changed(lambda local: local + own)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -157,7 +159,7 @@ class VocabParallelLogits:
             if func in (torch.tanh, torch.mul, torch.div):
                 return first._elementwise(func, *args[1:], **options)
             if func is torch.add and not options and len(args) == 2:
-                return first._plus(args[1])
+                return first + args[1]
         raise NotSupportedError(_ELSE.format(what=f"{getattr(func, '__name__', func)}()"))
 
     def cross_entropy(
@@ -226,10 +228,6 @@ class VocabParallelLogits:
             self._refuse("arithmetic with a number that needs a gradient")
         return self._changed(lambda local: function(local, *args, **options))
 
-    def _plus(self, bias: Any) -> Self:
-        own = self._own(bias)
-        return self._changed(lambda local: local + own)
-
     def _changed(self, change: Change) -> Self:
         return self.with_local(change(self._local))
 
@@ -249,10 +247,6 @@ class VocabParallelLogits:
 
     def _refuse(self, what: str) -> NoReturn:
         raise NotSupportedError(_ELSE.format(what=what))
-
-
-def _is_all(part: Any) -> bool:
-    return part is Ellipsis or part == slice(None)
 
 
 class LazyLogits(VocabParallelLogits):

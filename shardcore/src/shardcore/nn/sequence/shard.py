@@ -53,11 +53,6 @@ class SequenceShard:
         """The number of tokens on this rank, padding included; None while they are not split."""
         return None if self.length is None else local_tokens(self.length, self.context.size)
 
-    @property
-    def running(self) -> bool:
-        """Whether the forward of the stack is running."""
-        return self.phase != "outside"
-
     def start(self) -> tuple[_Phase, int | None, int | None]:
         """Begin a forward of the stack, and return the state before it, for `stop`."""
         outer = self.phase, self.length, self.last

@@ -77,7 +77,7 @@ class SequenceBlock(SequenceModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Split the tokens if this is the first block that is called, and run the block for their number."""
         tokens = self._tokens
-        if tokens.running:
+        if tokens.phase != "outside":
             if tokens.phase != "inside":
                 args, kwargs = self._tokens_argument.changed(args, kwargs, tokens.scatter)
             length = tokens.length
