@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from shardcore.nn.layout import Layout
 
-Pass = Literal["forward", "backward"]
-Operation = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Collective:
     """One collective of a step without recomputation.
 
     Attributes:
-        where: the module that issues it.
         phase: in the forward or in the backward.
+        where: the module that issues it.
         operation: what is done.
         payload: what is sent, in the notation of the docs.
     """
 
+    phase: Literal["forward", "backward"]
     where: str
-    phase: Pass
-    operation: Operation
+    operation: Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
     payload: str
 
 
@@ -49,11 +47,4 @@ class Site(Protocol):
         """Return the place of another module."""
 
 
-def forward(where: str, operation: Operation, payload: str) -> Collective:
-    """Return a collective of the forward."""
-    return Collective(where=where, phase="forward", operation=operation, payload=payload)
-
-
-def backward(where: str, operation: Operation, payload: str) -> Collective:
-    """Return a collective of the backward."""
-    return Collective(where=where, phase="backward", operation=operation, payload=payload)
+forward, backward = functools.partial(Collective, "forward"), functools.partial(Collective, "backward")
