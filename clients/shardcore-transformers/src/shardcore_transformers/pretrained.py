@@ -21,7 +21,7 @@ from shardcore.clients import client_of
 from shardcore.errors import NotSupportedError, WrapError
 from shardcore.mesh.context import nearest_context
 from shardcore.nn import ParallelMixin, ParallelModule
-from shardcore.nn.calls import running
+from shardcore.nn.fsdp_units import unit_of
 from shardcore.nn.mixin import once
 from shardcore.nn.same_inputs import SameInputs
 from shardcore.plan.steps.base import Step
@@ -188,8 +188,14 @@ def _generating(native: Callable[..., Any]) -> Callable[..., Any]:
             return native(self, *args, **kwargs)
         if isinstance(self, SameInputs):
             self.compare_generation(args, kwargs)
-        with running(self, context):
-            return native(self, *args, **kwargs)
+        unit = unit_of(self)
+        context.random.enter(lambda: True)  # sampling
+        try:
+            # What FSDP2 has gathered is kept from call to call.
+            with contextlib.nullcontext() if unit is None else unit.hold():
+                return native(self, *args, **kwargs)
+        finally:
+            context.random.leave()
 
     return generate
 

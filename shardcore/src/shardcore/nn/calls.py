@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 from torch import nn
@@ -53,15 +52,3 @@ def _gathered(native: Callable[..., Any], module: nn.Module, *args: Any, **kwarg
         run = functools.partial(module.run_method, native)
     unit = unit_of(module)
     return run(*args, **kwargs) if unit is None else unit.run(run, args, kwargs)
-
-
-@contextlib.contextmanager
-def running(model: nn.Module, context: ShardContext) -> Iterator[None]:
-    """Run many calls of ``model`` on one random stream, and keep what FSDP2 has gathered from call to call."""
-    unit = unit_of(model)
-    context.random.enter(lambda: True)  # sampling
-    try:
-        with contextlib.nullcontext() if unit is None else unit.hold():
-            yield
-    finally:
-        context.random.leave()

@@ -66,13 +66,7 @@ class Replicated(ParallelMixin):
     @classmethod
     @override
     def layouts(
-        cls,
-        module: nn.Module,
-        ranks: int,
-        *,
-        partial: bool = False,
-        names: tuple[str, ...] = (),
-        **options: Any,
+        cls, module: nn.Module, ranks: int, *, partial: bool = False, names: tuple[str, ...] = (), **options: Any
     ) -> Mapping[str, Layout]:
         return dict.fromkeys(names or _own(module._parameters), ReplicatedLayout(partial_gradient=partial))
 
