@@ -17,10 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shardcore.errors import NotSupportedError
-from shardcore.nn.context.attention import attend
-from shardcore.nn.context.blocks import TokenMask
 from shardcore.nn.context.shard import ContextShard, DividedAttention, shard_of
 from shardcore_transformers._attention import own_configurations
+from shardcore_transformers._blocks import TokenMask
+from shardcore_transformers._divided import attend
 
 #: The implementations that may compute heads whose tokens are all on one rank.
 _INNER = ("sdpa", "eager")

@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from shardcore._private import CONTEXT, require
+from shardcore.comm.collectives import Channel
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
-from shardcore.nn.context.attention import Groups
 from shardcore.nn.context.places import Places, gather_tokens, tokens_of, total
 from shardcore.nn.libraries import ask
 
@@ -45,6 +45,26 @@ class DividedAttention(Protocol):
 
     def divide(self, model: nn.Module) -> None:
         """Let attentions that have a shard (`shard_of`) attend to tokens of other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The ranks of ``cp``: those that exchange heads, and those between which keys and values go round.
+
+    Attributes:
+        everybody: all of them.
+        heads: neighbours among them; None if no heads are exchanged.
+        ring: one of each such group, this rank's place in it; None if nothing goes round.
+    """
+
+    everybody: Channel
+    heads: Channel | None
+    ring: Channel | None
+
+    def places(self, length: int, *, zigzag: bool) -> Places:
+        """Divide ``length`` tokens over the ranks."""
+        heads, rings = self.heads.size if self.heads else 1, self.ring.size if self.ring else 1
+        return Places.of(length, heads, rings, zigzag=zigzag)
 
 
 @dataclass(eq=False)

@@ -16,10 +16,9 @@ from shardcore.mesh.axes import group_of_ranks
 from shardcore.mesh.context import ShardContext
 from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
-from shardcore.nn.context.attention import Groups
 from shardcore.nn.context.logits import ContextHead
 from shardcore.nn.context.modules import ContextBlock, ContextEnd, ContextModel, ContextStack
-from shardcore.nn.context.shard import ContextShard, divided_attention, set_shard
+from shardcore.nn.context.shard import ContextShard, Groups, divided_attention, set_shard
 from shardcore.nn.costs import Collective, Site, backward, forward
 from shardcore.nn.libraries import library_of
 from shardcore.nn.randomness import DropoutSites

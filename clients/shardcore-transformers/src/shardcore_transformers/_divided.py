@@ -16,7 +16,6 @@ Shapes: queries (B, H, L, D), keys (B, K, L, D), values (B, K, L, E) of this ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,32 +25,13 @@ from torch.autograd import Function
 from shardcore.comm.collectives import Channel, Pending, refuse_double_backward
 from shardcore.comm.exchange import Exchanged
 from shardcore.comm.gradients import PASSES
-from shardcore.nn.context.blocks import Block, TokenMask, attend_block, attend_block_backward, merge, no_output
 from shardcore.nn.context.places import Places, Spans, cut, total
+from shardcore.nn.context.shard import Groups
+from shardcore_transformers._blocks import Block, TokenMask, attend_block, attend_block_backward, merge, no_output
 
 #: A library's attention of some queries to all keys: (B, H, Lq, D), (B, H, S, D), (B, H, S, E) and what they see, a
 #: mask (B or 1, H or 1, Lq, S); returns (B, Lq, H, E).
 Inner = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """The ranks of ``cp``: those that exchange heads, and those between which keys and values go round.
-
-    Attributes:
-        everybody: all of them.
-        heads: neighbours among them; None if no heads are exchanged.
-        ring: one of each such group, this rank's place in it; None if nothing goes round.
-    """
-
-    everybody: Channel
-    heads: Channel | None
-    ring: Channel | None
-
-    def places(self, length: int, *, zigzag: bool) -> Places:
-        """Divide ``length`` tokens over the ranks."""
-        heads, rings = self.heads.size if self.heads else 1, self.ring.size if self.ring else 1
-        return Places.of(length, heads, rings, zigzag=zigzag)
 
 
 class _Exchanged(Exchanged):
@@ -230,7 +210,7 @@ def attend(
         places: which tokens each has.
         scale: of the scores.
         inner: what computes attention of heads whose tokens are all here, some queries at a time; None: the blocks of
-            `shardcore.nn.context.blocks`, which know no dropout. Nothing may go round then.
+            `shardcore_transformers._blocks`, which know no dropout. Nothing may go round then.
 
     Returns:
         (B, L, H, E).
