@@ -9,6 +9,7 @@ path on one rank.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -148,37 +149,28 @@ def read_together(
 
     Collectives: an all-gather for each number of neighbours that gather, and its reduce-scatter in the backward; an
     all-to-all for all rows that are exchanged, and the opposite one in the backward; an all-reduce in the backward for
-    all full parameters. Parameters of which this rank alone has its part are
-    returned as they are.
+    all full parameters. Parameters of which this rank alone has its part are returned as they are.
     """
-    used = [list(member.own_parameters) for member in members]
+    own = [member.own_parameters for member in members]
+    used = {(i, j): parameter for i, parameters in enumerate(own) for j, parameter in enumerate(parameters)}
     for member in members:
         expect_dtensor(member.weight)
     for count in dict.fromkeys(member.group_size for member in members if member.group_size > 1):
-        places = [(i, j) for i, member in enumerate(members) if member.group_size == count for j in range(len(used[i]))]
-        rows: Sequence[Tensor] = gather_rows(context.among(count), *(used[i][j] for i, j in places))
-        for (i, j), tensor in zip(places, rows, strict=True):
-            used[i][j] = tensor
-    exchanges = [e for e, tensors in zip((m.exchange for m in members), used, strict=True) if e for _ in tensors]
-    if exchanges:
-        moving = [(i, j) for i, member in enumerate(members) if member.exchange for j in range(len(used[i]))]
-        found = exchange_rows(context.channel, exchanges, [used[i][j] for i, j in moving])
-        for (i, j), tensor in zip(moving, found, strict=True):
-            used[i][j] = tensor
-    cut = [
-        (i, j, runs)
-        for i, member in enumerate(members)
-        for j, runs in enumerate((member.rows, member.bias_rows)[: len(used[i])])
-        if runs is not None
-    ]
+        places = [place for place in used if members[place[0]].group_size == count]
+        rows = gather_rows(context.among(count), *(used[place] for place in places))
+        used.update(zip(places, rows, strict=True))
+    moving = {(i, j): exchange for i, j in used if (exchange := members[i].exchange) is not None}
+    if moving:
+        found = exchange_rows(context.channel, list(moving.values()), [used[place] for place in moving])
+        used.update(zip(moving, found, strict=True))
+    cut = {(i, j): runs for i, j in used if (runs := (members[i].rows, members[i].bias_rows)[j]) is not None}
     others = [parameter for parameters in beside for parameter in parameters]
-    if not cut and not others:
-        return [tuple(tensors) for tensors in used]
-    whole = read_partial(context.channel, *(used[i][j] for i, j, _ in cut), *others, deferred=context.defers)
-    for (i, j, runs), tensor in zip(cut, whole, strict=False):
-        used[i][j] = take_rows(tensor, runs)
-    rest = iter(whole[len(cut) :])
-    return [*map(tuple, used), *(tuple(next(rest) for _ in parameters) for parameters in beside)]
+    if cut or others:
+        whole = read_partial(context.channel, *(used[place] for place in cut), *others, deferred=context.defers)
+        used.update((place, take_rows(tensor, cut[place])) for place, tensor in zip(cut, whole, strict=False))
+        others = list(whole[len(cut) :])
+    read = iter((*used.values(), *others))
+    return [tuple(itertools.islice(read, len(parameters))) for parameters in (*own, *beside)]
 
 
 def take_rows(full: Tensor, runs: Runs) -> Tensor:
