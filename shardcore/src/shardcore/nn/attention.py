@@ -202,8 +202,7 @@ class SplitAttention(ParallelMixin):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output, and the attention weights if they are needed, as the native module does.
 
-        Raises:
-            NotSupportedError: nested tensors; or keys and values that are not those that the policy says.
+        Nested tensors are refused, and keys and values that are not those that the policy says.
         """
         if any(x.is_nested for x in (query, key, value)):
             raise NotSupportedError(
@@ -352,11 +351,7 @@ class SplitAttention(ParallelMixin):
 
 
 def _mask_of_queries(mask: Tensor, scores: tuple[int, int, int, int]) -> Tensor:
-    """Return a mask (L, S) as (1, 1, L, S), one (B * H, L, S) as (B, H, L, S).
-
-    Raises:
-        RuntimeError: it has another shape.
-    """
+    """Return a mask (L, S) as (1, 1, L, S), one (B * H, L, S) as (B, H, L, S); refuse others, as torch does."""
     rows, heads, queries, keys = scores
     if mask.shape == (queries, keys):
         return mask[None, None]
@@ -367,22 +362,14 @@ def _mask_of_queries(mask: Tensor, scores: tuple[int, int, int, int]) -> Tensor:
 
 
 def _mask_of_keys(mask: Tensor, rows: int, keys: int) -> Tensor:
-    """Return a mask (B, S), or (S) without a batch, as (B, 1, 1, S).
-
-    Raises:
-        RuntimeError: it has another shape.
-    """
+    """Return a mask (B, S), or (S) without a batch, as (B, 1, 1, S); refuse others, as torch does."""
     if mask.shape not in ((rows, keys), (keys,) if rows == 1 else (rows, keys)):
         raise RuntimeError(f"key_padding_mask has the shape {tuple(mask.shape)}; wanted ({rows}, {keys})")
     return mask.reshape(rows, 1, 1, keys)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores: of a mask of bools, minus infinity where it is True.
-
-    Raises:
-        RuntimeError: it holds whole numbers.
-    """
+    """Return what is added to scores: of a mask of bools, minus infinity where it is True; refuse whole numbers."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
     if not mask.is_floating_point():

@@ -18,11 +18,7 @@ from shardcore.nn.root import RngScope
 
 
 class MethodsAsCalls(RngScope):
-    """A module with methods that run it: as in its forward, with its random stream, local parameters and FSDP2.
-
-    Options:
-        methods: the names of these methods.
-    """
+    """A module with ``methods`` that run it: as in its forward, with its random stream, local parameters and FSDP2."""
 
     keeps_name: ClassVar[bool] = True
     option_names: ClassVar[frozenset[str]] = frozenset({"methods"})

@@ -11,12 +11,7 @@ from torch import nn
 
 
 def meta_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
-    """Return a copy of ``model`` on the meta device, with the same ties.
-
-    Args:
-        model: the model.
-        dtype: of the copy's floating-point parameters; that of the model's if not given.
-    """
+    """Return a copy of ``model`` on the meta device, with the same ties, its floating-point parameters in ``dtype``."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         to = dtype if parameter.is_floating_point() and dtype is not None else parameter.dtype

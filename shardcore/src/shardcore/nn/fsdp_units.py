@@ -220,11 +220,7 @@ class InFSDPUnit(ParallelMixin):
 
 
 def require_known_fsdp() -> None:
-    """Refuse an FSDP2 that keeps its state otherwise than `FSDPUnit` knows.
-
-    Raises:
-        NotSupportedError: the installed torch has another FSDP2 than the one that this was written for.
-    """
+    """Raise `NotSupportedError` if the FSDP2 of this torch keeps its state otherwise than `FSDPUnit` knows."""
     otherwise = "pass wrap=False and apply fully_shard yourself."
     if gone := missing(DATA_PARALLEL):
         raise NotSupportedError(f"{complaint(gone)}, or {otherwise}")
@@ -243,11 +239,8 @@ def prepare_units(
 ) -> list[FSDPUnit]:
     """Turn ``model``, its ``blocks`` and all other modules with parameters into modules of units, in place.
 
-    Args:
-        model: what FSDP2 will be applied to last.
-        blocks: what it will be applied to before.
-        reshards: see `FSDPUnit`.
-        meet: is called before something may be sent for a unit.
+    FSDP2 will be applied to the model last. ``reshards`` as `FSDPUnit` has it; ``meet`` is called before something may
+    be sent for a unit.
 
     Returns:
         the units, that of the model last: `FSDPUnit.watch` each as soon as FSDP2 was applied to its module.

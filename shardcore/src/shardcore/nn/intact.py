@@ -84,11 +84,7 @@ class Intact:
         return list(children), sum(map(len, self._parameters_of))
 
     def check(self, model: nn.Module) -> None:
-        """Refuse modules and parameters that cannot work where they are.
-
-        Raises:
-            WrapError: somebody put one there since the model was sharded.
-        """
+        """Raise a `WrapError` for a module or parameter that somebody has put since where it cannot work."""
         if self._now() == self._known:  # modules are compared by identity
             return
         for path, siblings, name, module in self._places:

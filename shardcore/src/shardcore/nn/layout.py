@@ -187,12 +187,7 @@ def distribute(
 
     No collective runs: every rank cuts its part out of the full tensor that it has. Only that part moves to the device
     of the mesh. ``requires_grad``, an existing ``.grad`` and attributes set on the parameter are carried over.
-
-    Args:
-        parameter: the full parameter.
-        layout: how it lies on them.
-        context: this rank's place on the mesh.
-        specs: of parameters that were distributed in the same context; what is made is added.
+    ``specs`` are those of parameters that were distributed in the same context; what is made is added.
     """
     specs = {} if specs is None else specs
     new = nn.Parameter(_as_dtensor(parameter, layout, context, specs), requires_grad=parameter.requires_grad)

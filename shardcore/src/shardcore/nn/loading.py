@@ -83,11 +83,7 @@ def _fitting(given: Tensor, own: DTensor) -> Tensor:
 
 
 def _refuse_others_parts(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-    """Refuse a DTensor in ``state`` that is another rank's part: from a file that one rank wrote and all read.
-
-    Raises:
-        WrapError: one is; nothing was loaded.
-    """
+    """Refuse a DTensor in ``state`` that is another rank's part: from a file that one rank wrote and all read."""
     for name, own in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
         given = state.get(prefix + name)
         if not isinstance(own, DTensor) or not isinstance(given, DTensor):

@@ -69,11 +69,7 @@ def what_to_use(optimizer: Any) -> str | None:
 
 
 def refuse_stale(optimizer: Any) -> None:
-    """Refuse an optimizer of parameters that a sharded model has no longer.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Raise a `ConfigError` for an optimizer of parameters that a sharded model has no longer."""
     old = getattr(optimizer, STALE, None)
     if old is not None and not any(True for _ in _sharded(optimizer)):
         raise ConfigError(

@@ -83,11 +83,7 @@ class OutputGatherer(ParallelMixin):
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward and gather what it captured.
-
-        Raises:
-            NotSupportedError: attention weights that the rule does not name have this rank's number of heads.
-        """
+        """Run the native forward and gather what it captured."""
         as_tuple = self._return_dict.is_tuple(self, args, kwargs)
         if as_tuple:
             args, kwargs = self._return_dict.named(args, kwargs)
@@ -166,11 +162,7 @@ class RefusesCaptured(ParallelMixin):
     _refused: tuple[tuple[str, str], ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward.
-
-        Raises:
-            NotSupportedError: it returned what it captured from its layers.
-        """
+        """Run the native forward, and refuse to return what it captured from its layers."""
         out = super().forward(*args, **kwargs)
         for name, where in self._refused:
             if self._returns(out, name, kwargs):

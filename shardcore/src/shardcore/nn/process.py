@@ -148,9 +148,7 @@ _UNDO: dict[Change, Undo] = {}
 def watch_torch(module: nn.Module, *further: Change) -> None:
     """Let torch say or do what the DTensors of ``module`` and their optimizers lack, until no such module lives.
 
-    Args:
-        module: a sharded model, or a parallel module that stands alone.
-        further: changes of other libraries, with the same end.
+    It is a sharded model, or a parallel module that stands alone; ``further`` changes are those of other libraries.
     """
     living.add(module, _forget)
     for change in (*_CHANGES, *further):

@@ -205,8 +205,7 @@ def _seeded(native: Callable[..., Any]) -> Callable[..., Any]:
 def _drawing(native: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call ``native`` with numpy seeded from torch's generator, which moves on only if numpy's was used.
 
-    Raises:
-        NotSupportedError: numbers are drawn again in a backward, where the stream has moved on.
+    Numbers that are drawn again in a backward, where the stream has moved on, are refused.
     """
     ahead = torch.Generator("cpu")  # whatever the default device is
     ahead.set_state(torch.default_generator.get_state())

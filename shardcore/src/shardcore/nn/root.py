@@ -46,15 +46,11 @@ class RngScope(ParallelMixin):
         return new
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward on the model's random stream.
-
-        Raises:
-            NotSupportedError: a checkpoint around the module recomputes it while one of its dropouts is live.
-        """
+        """Run the native forward on the model's random stream."""
         return self.on_stream(super().forward, args, kwargs)
 
     def on_stream(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``function``, which runs the module, on the model's random stream; see `forward`."""
+        """Call ``function``, which runs the module, on the model's random stream."""
         entered = self._shard_enter()
         try:
             return function(*args, **kwargs)
@@ -105,11 +101,7 @@ class ShardedModel(RngScope):
     _checked_parameters: list[dict[str, nn.Parameter | None]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward on the model's random stream.
-
-        Raises:
-            PlanError: the gradients of this kind of call would be wrong, though its outputs are right.
-        """
+        """Run the native forward; raise a `PlanError` if the gradients of this kind of call would be wrong."""
         out = super().forward(*args, **kwargs)
         if self._checked_kinds is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return out
@@ -143,12 +135,7 @@ class ShardedModel(RngScope):
 
     @override
     def _shard_enter(self) -> bool:
-        """Refuse a call that cannot work, and use the model's stream.
-
-        Raises:
-            WrapError: a module or parameter was put into the model, or replaced, where activations are split.
-            NotSupportedError: this is inside of a transform of torch.func, or traced by torch.jit.
-        """
+        """Refuse a call that cannot work, and use the model's stream."""
         if not torch.compiler.is_compiling():
             if self._shard_intact is not None:
                 self._shard_intact.check(self)
@@ -166,11 +153,7 @@ class ShardedModel(RngScope):
         return super()._shard_enter()
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
-        """Give every tensor memory without values, unless that is for good.
-
-        Raises:
-            WrapError: there are buffers that the code of the model computes and that no state dict brings back.
-        """
+        """Give every tensor memory without values; refuse it where no state dict would bring some of them back."""
         kept = {id(tensor) for tensor in self.state_dict(keep_vars=True).values()}
         computed = [name for name, buffer in self.named_buffers() if id(buffer) not in kept and buffer.numel()]
         if computed and torch.device(device).type != "meta":

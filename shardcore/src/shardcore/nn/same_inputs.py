@@ -111,11 +111,7 @@ class SameInputs(ParallelMixin):
             self._inputs_open.clear()
 
     def _is_open(self) -> bool:
-        """Tell whether this is within a call, or a comparison, that has begun already.
-
-        Raises:
-            NotSupportedError: in another thread.
-        """
+        """Tell whether this is within a call, or a comparison, that has begun already; refuse another thread's."""
         if self._inputs_open and self._inputs_open[0] != threading.get_ident():
             raise NotSupportedError(TWO_THREADS)
         return bool(self._inputs_open)
@@ -124,11 +120,7 @@ class SameInputs(ParallelMixin):
         """Compare the tensors that a generation begins with, if as many calls were made as between comparisons.
 
         With a cache each of its calls but one brings a token, which ranks with other texts may have alike; and an
-        encoder is not called through the model. Settings may differ: a streamer is for one rank.
-
-        Raises:
-            AgreementError: they do not begin with the same; on every rank.
-            MissingRanksError: some ranks do not generate within that time.
+        encoder is not called through the model. Settings may differ: a streamer is for one rank. Raises as a call does.
         """
         every, number = self._inputs_every, self._inputs_calls
         if self._is_open() or not (number < _FIRST or number - self._inputs_begun >= every):

@@ -138,11 +138,7 @@ class DividedLogits(VocabParallelLogits):
 
 
 class ContextHead(ParallelMixin):
-    """A head that computes the logits of this rank's tokens, where the model that is running gives it all of them.
-
-    Options:
-        shard: how tokens are divided.
-    """
+    """A head that computes the logits of this rank's tokens, where the model that is running gives it all of them."""
 
     keeps_name: ClassVar[bool] = True
     kept_options: ClassVar[Mapping[str, str]] = {"shard": "_context"}

@@ -54,12 +54,7 @@ class ContextStack(_ContextModule):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward.
-
-        Raises:
-            NotSupportedError: a cache was asked for and not given.
-            ShardcoreError: it returned while tokens were still divided.
-        """
+        """Run the native forward, which may make no cache, and has to end after its tokens were put together."""
         shard = self._context
         if shard.phase != "outside":
             raise NotSupportedError(f"a {type(self).__name__} inside of itself under context parallelism")
@@ -196,11 +191,7 @@ class ContextModel(_ContextModule):
     _context_keeps: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward.
-
-        Raises:
-            NotSupportedError: attention weights were asked for.
-        """
+        """Run the native forward, unless attention weights are asked for."""
         asked = kwargs.get("output_attentions")
         if asked or (asked is None and getattr(getattr(self, "config", None), "output_attentions", False)):
             raise NotSupportedError(

@@ -35,12 +35,9 @@ from shardcore.nn.sequence.shard import enter_region, leave_region
 class ExpertsBlock(ParallelMixin):
     """A module that routes tokens to experts, of which each rank has slices.
 
-    Input (B, S, H), the same on all ranks, or this rank's tokens of it, (B, S/tp, H); output likewise, summed over the
-    ranks. If the native forward returns a tuple, its first element is that output and the others are the same on all
-    ranks (the router's logits).
-
-    Options:
-        argument: the one that is the input.
+    Its ``argument`` is (B, S, H), the same on all ranks, or this rank's tokens of it, (B, S/tp, H); output likewise,
+    summed over the ranks. If the native forward returns a tuple, its first element is that output and the others are
+    the same on all ranks (the router's logits).
     """
 
     keeps_name: ClassVar[bool] = True
@@ -72,8 +69,7 @@ class ExpertsBlock(ParallelMixin):
 class RouterLogits(ParallelMixin):
     """A router whose logits the model captures for a loss, besides what its block uses.
 
-    Options:
-        captured: their place in the tuple that the router returns. Where it returns one tensor, its block hands it out.
+    ``captured`` is their place in the tuple that it returns; where that is one tensor, the block hands it out.
     """
 
     keeps_name: ClassVar[bool] = True
@@ -95,11 +91,7 @@ _CALLED = "_expert_called"
 
 
 class ListedExperts(ParallelMixin):
-    """A module that calls some modules of a list of experts, and whose output, or the first of a tuple, is their sum.
-
-    Options:
-        weights: the path of the list below the module.
-    """
+    """A module that calls some experts of a list, at ``weights`` below it; its output, or the first, is their sum."""
 
     keeps_name: ClassVar[bool] = True
     plan_needs_tp: ClassVar[bool] = False

@@ -36,11 +36,7 @@ class ExpertParallel(ExpertTensorParallel):
 
     Its native ``forward(hidden_states, top_k_index, top_k_weights)`` takes tokens (T, H), the numbers of the experts of
     each (T, k) and their weights (T, k), and returns what they add up, (T, H). Over ``tp``, each expert is split as
-    `ExpertTensorParallel` splits it.
-
-    Options:
-        cuts: a `Cut` for each parameter of the module.
-        spread: the number of ranks on ``ep``.
+    `ExpertTensorParallel` splits it; ``spread`` is the number of ranks on ``ep``.
     """
 
     option_names: ClassVar[frozenset[str]] = frozenset({"cuts", "spread"})

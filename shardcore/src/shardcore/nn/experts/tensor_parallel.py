@@ -43,10 +43,7 @@ class ExpertTensorParallel(HeadParameters):
 
     Its input is the same on all ranks, and its output is whatever the native forward makes of the parts: (..., I/tp) of
     a column linear, this rank's summand of a row linear or of all experts. Nothing is sent here: the module around it
-    (`shardcore.nn.experts.block.ExpertsBlock`) does that.
-
-    Options:
-        cuts: a `Cut` for each parameter of the module.
+    (`shardcore.nn.experts.block.ExpertsBlock`) does that. The option ``cuts`` is a `Cut` for each parameter.
     """
 
     option_names: ClassVar[frozenset[str]] = frozenset({"cuts"})

@@ -41,11 +41,8 @@ def product_of(module: nn.Module, cls: type[nn.Module] | None = None) -> Product
     """Return what a module multiplies, or say why it is no linear.
 
     A forward other than `torch.nn.Linear`'s is tried on small weights, forward and backward: it has to return what the
-    product is, and may read nothing of its module but ``weight``, ``bias`` and sizes.
-
-    Args:
-        module: any module.
-        cls: the class whose forward is meant; that of the module if not given.
+    product is, and may read nothing of its module but ``weight``, ``bias`` and sizes. ``cls`` is the class whose
+    forward is meant, by default that of the module.
     """
     cls = cls or type(module)
     kind = cls.__qualname__

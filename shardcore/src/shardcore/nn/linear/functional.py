@@ -96,14 +96,8 @@ class _LocalLinear(Function):
 def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
     """Multiply by this rank's part of ``weight``: (..., in) to (..., out), both sizes on this rank.
 
-    Args:
-        x: this rank's input.
-        weight: the DTensor parameter.
-        bias: likewise; None if there is none.
-        transposed: the weight is (in, out); else (out, in).
-
-    Raises:
-        WrapError: one of them is a plain tensor: somebody put it in the DTensor's place.
+    Weight, (out, in) or ``transposed`` (in, out), and bias are DTensors; a plain tensor that somebody has put in the
+    place of one is refused.
     """
     if not isinstance(weight, DTensor):
         expect_dtensor(weight)

@@ -140,12 +140,9 @@ class Member(ParallelLinear):
 def read_together(
     context: ShardContext, members: Sequence[Member], beside: Sequence[tuple[Tensor, ...]] = ()
 ) -> list[tuple[Tensor, ...]]:
-    """Return for each member the weight and the bias (if there is one) that this rank multiplies with.
+    """Return for each member of a region the weight and the bias (if there is one) that this rank multiplies with.
 
-    Args:
-        context: of the sharded model.
-        members: the column linears of a region.
-        beside: full parameters of other modules inside of it, which are returned after those of the members.
+    Full parameters of modules ``beside`` them inside of it are returned after those of the members.
 
     Collectives: an all-gather for each number of neighbours that gather, and its reduce-scatter in the backward; an
     all-to-all for all rows that are exchanged, and the opposite one in the backward; an all-reduce in the backward for
@@ -182,10 +179,7 @@ def take_rows(full: Tensor, runs: Runs) -> Tensor:
 def shared_parameters(where: str, members: Sequence[Site], beside: Sequence[str] = ()) -> Iterator[Collective]:
     """Yield the collectives of parameters of column linears that several ranks use.
 
-    Args:
-        where: the entry of their region, which sends for all of them.
-        members: the places of the linears.
-        beside: other modules inside of it whose gradients are summed with theirs.
+    The entry ``where`` of their region sends for all of them, and for the modules ``beside`` them inside of it.
     """
     layouts = {site.path: {site.layout(short) for short in ("weight", "bias")} for site in members}
     every = [layout for found in layouts.values() for layout in found]

@@ -74,9 +74,7 @@ def leaf_of(node: Node) -> Tensor | None:
 def has_entered(x: Tensor, opened_here: Callable[[Node], bool] = lambda node: True) -> bool:
     """Tell whether a tensor came into a region: an entry is nearer behind it than the end of another region.
 
-    Args:
-        x: the tensor.
-        opened_here: tells of an entry that names the members of its region whether it is the one that is meant.
+    ``opened_here`` tells of an entry that names the members of its region whether it is the one that is meant.
     """
     queue: deque[Node] = deque([x.grad_fn])
     seen: set[Node] = {None}

@@ -30,10 +30,8 @@ class Wrong(NamedTuple):
 def wrong_gradients(graph: Graph, own: Mapping[int, Any]) -> list[Wrong]:
     """Return what gets a gradient that it should not.
 
-    Args:
-        graph: of the call.
-        own: has the ids of the tensors that are judged: all parameters of the model that are no DTensors, and the
-            arguments of the call. Others without a history were made on the way, and nobody reads their gradient.
+    ``own`` has the ids of the tensors that are judged: all parameters of the model that are no DTensors, and the
+    arguments of the call. Others without a history were made on the way, and nobody reads their gradient.
     """
     found = []
     for leaf, got in graph.leaves:

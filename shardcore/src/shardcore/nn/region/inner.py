@@ -92,13 +92,7 @@ class _EnteredLinear(Function):
 
 
 class SoleRegion(Region):
-    """The region of one column linear, entered at the linear itself.
-
-    Args:
-        context: of the sharded model.
-        member: the linear, which calls `multiply`.
-        dropouts: see `Region`.
-    """
+    """The region of one column linear, entered at the linear itself, which calls `multiply`."""
 
     def __init__(self, context: ShardContext, member: Member, dropouts: DropoutSites | None) -> None:
         super().__init__(context, ("input", 0), [member], dropouts)

@@ -217,9 +217,6 @@ def require_entered(member: Member, x: Tensor) -> None:
 
     The entry is a hook on the call of a module. Whoever calls that module's ``forward``, or the member by itself,
     bypasses it: the output is right, but the gradient of the input is partial.
-
-    Raises:
-        NotSupportedError: the gradient would be partial.
     """
     # The graph of what a reentrant checkpoint recomputes begins inside of the region.
     if not x.requires_grad or hasattr(x, OPEN) or backward_task() != -1:

@@ -84,11 +84,7 @@ class SequenceShard:
         return gather_sequence(captured, self.context.channel.exact, self.last)
 
     def expect(self, x: Tensor, tokens: int | None, where: str) -> None:
-        """Refuse a tensor that holds another number of tokens than it should.
-
-        Raises:
-            NotSupportedError: it does.
-        """
+        """Raise `NotSupportedError` for a tensor that holds another number of tokens than ``tokens``."""
         if x.ndim < 3 or x.size(1) != tokens:
             raise NotSupportedError(
                 f"{where} got a tensor {tuple(x.shape)} under sequence parallelism, where {tokens} of {self.last} "
@@ -100,13 +96,8 @@ class SequenceShard:
 def enter_region(x: Tensor, channel: Channel, tokens: SequenceShard | None, where: str) -> Tensor:
     """Enter a region: (B, S, ...), the same on all ranks, or this rank's tokens (B, L, ...) of it, to (B, S, ...).
 
-    Forward: the identity, or an all-gather; backward: an all-reduce, or a reduce-scatter.
-
-    Args:
-        x: what enters.
-        channel: of the tensor-parallel ranks.
-        tokens: how the activations outside are split along the sequence; None if they never are.
-        where: what enters, for an error.
+    Forward: the identity, or an all-gather; backward: an all-reduce, or a reduce-scatter. ``tokens`` is how the
+    activations outside are split along the sequence, None if they never are; ``where`` is what enters, for an error.
     """
     if tokens is None or tokens.length is None:
         return copy_to_tp(x, channel) if torch.is_grad_enabled() else x

@@ -37,11 +37,7 @@ class SequenceStack(SequenceModule):
     """The module whose forward runs the blocks: only while it runs are tokens split."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward.
-
-        Raises:
-            ShardcoreError: it returned while tokens were still split.
-        """
+        """Run the native forward, which has to end after its tokens were gathered."""
         tokens = self._tokens
         outer = tokens.start()
         try:
@@ -143,11 +139,7 @@ class SequenceEnd(SequenceModule):
 
 
 def put_together(out: Any, gather: Callable[[Tensor], Tensor], where: str) -> Any:
-    """Return what the last module of a stack, ``where``, returns, with the tokens of all ranks.
-
-    Raises:
-        NotSupportedError: it is neither a tensor nor a tuple that begins with it.
-    """
+    """Return what the last module of a stack, ``where``, returns, a tensor or a tuple, with the tokens of all ranks."""
     if isinstance(out, Tensor):
         return gather(out)
     if isinstance(out, tuple):  # as blocks of some libraries return their outputs, hidden states first
