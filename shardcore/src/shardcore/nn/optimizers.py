@@ -81,14 +81,14 @@ def refuse_stale(optimizer: Any) -> None:
 
 def looks_at_wholes(optimizer: Any) -> bool:
     """Tell whether ``optimizer`` is known to look at more of a tensor than one element at a time."""
-    library, name = _name(optimizer)
+    library, name = library_of(optimizer), type(optimizer).__name__
     known = (library, name) in _AT_WHOLES or name in (ask(library, "OPTIMIZERS_AT_WHOLES") or ())
     return known or _wanted(optimizer)[0] == _WHOLE
 
 
 def _wanted(optimizer: Any) -> tuple[str | None, str]:
     """Return what of `shardcore_loop` can step it, None where it needs none, and the option that needs it."""
-    library, name = _name(optimizer)
+    library, name = library_of(optimizer), type(optimizer).__name__
     options = optimizer.param_groups
     if library == "torch" and name in _FUSED and any(group.get("fused") for group in options):
         return _PARTS, "(fused=True)"
@@ -98,10 +98,6 @@ def _wanted(optimizer: Any) -> tuple[str | None, str]:
         found: tuple[str | None, str] = needs(optimizer)
         return found
     return _UNABLE.get((library, name), _UNABLE.get((library, ""))), ""
-
-
-def _name(optimizer: Any) -> tuple[str, str]:
-    return library_of(optimizer), type(optimizer).__name__
 
 
 def prepare_steps() -> Undo:

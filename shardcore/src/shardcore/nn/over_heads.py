@@ -38,6 +38,7 @@ class NormOverHeads(ParallelMixin):
     keeps_name: ClassVar[bool] = True
     option_names: ClassVar[frozenset[str]] = frozenset({"eps", "used"})
 
+    weight: nn.Parameter
     _eps: float
     _rows: Runs
     #: Which of this rank's features count in the sum; None for all.
@@ -56,7 +57,7 @@ class NormOverHeads(ParallelMixin):
             return f"{type(module).__name__} has the parameters {own}; a root-mean-square norm has a weight alone"
         if not isinstance(getattr(module, eps, None), float):
             return f"{type(module).__name__} has no number {eps!r}, which rms= says is its epsilon"
-        return misused(used, "features", _weight(module).numel(), ranks)
+        return misused(used, "features", module.get_parameter("weight").numel(), ranks)
 
     @classmethod
     @override
@@ -77,16 +78,15 @@ class NormOverHeads(ParallelMixin):
         cls, module: nn.Module, context: ShardContext, *, eps: str = "", used: tuple[Runs, ...] = (), **options: Any
     ) -> Self:
         new = super().swap_class(module, context)
-        new.__dict__["_eps"] = getattr(module, eps)
-        new.__dict__["_rows"] = used[context.rank]
-        counted = _first_uses(used, context.rank, _weight(module).numel())
-        new.__dict__["_counted"] = None if counted is None else counted.to(context.device)
+        counted = _first_uses(used, context.rank, new.weight.numel())
+        counted = None if counted is None else counted.to(context.device)
+        new.__dict__.update(_eps=getattr(module, eps), _rows=used[context.rank], _counted=counted)
         return new
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return (..., m) for (..., m)."""
         context = self._shard_context
-        (whole,) = read_partial(context.channel, _weight(self), deferred=context.defers)
+        (whole,) = read_partial(context.channel, self.weight, deferred=context.defers)
         weight = take_rows(whole, self._rows)
         x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         squares = x.pow(2)
@@ -95,10 +95,6 @@ class NormOverHeads(ParallelMixin):
         channel = context.channel.exact
         total = copy_to_tp(reduce_from_tp(squares.sum(-1, keepdim=True), channel), channel)
         return (weight * (x * torch.rsqrt(total / whole.numel() + self._eps))).to(hidden_states.dtype)
-
-
-def _weight(module: nn.Module) -> Tensor:
-    return module._parameters["weight"]  # type: ignore[return-value]  # `problem` has looked
 
 
 def _first_uses(used: tuple[Runs, ...], rank: int, size: int) -> Tensor | None:

@@ -102,7 +102,8 @@ class Replicated(ParallelMixin):
             state |= {"_summed": frozenset(), "_native_class": native}
             state |= {"_shard_reading": None, "_used": options["used"][context.rank] if "used" in options else None}
             state["_fresh"] = native.forward is nn.Embedding.forward
-            state["_split"] = frozenset(name for name in _own(new._parameters) if _is_split(new._parameters[name]))
+            held = _own(new._parameters).items()
+            state["_split"] = frozenset(name for name, p in held if isinstance(p, DTensor) and splits_on_tp(p))
         state["_summed"] |= frozenset(names or _own(new._parameters) if partial else ())
         return new
 
@@ -240,10 +241,6 @@ def _asked_by_torch() -> bool:
 def _own(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters that a module really has: it may register None under a name."""
     return {name: parameter for name, parameter in parameters.items() if parameter is not None}
-
-
-def _is_split(parameter: Tensor | None) -> bool:
-    return isinstance(parameter, DTensor) and splits_on_tp(parameter)
 
 
 class _Local(dict[str, Any]):

@@ -100,19 +100,17 @@ class ExpertTensorParallel(HeadParameters):
         for parameter in shared.values():
             expect_dtensor(parameter)
         parts = dict(zip(shared, read_local(*shared.values(), fresh=fresh), strict=True))
+        # Whether experts run as torch's grouped products; who asks for that may do so later.
+        grouped = getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm"
         for name, part in parts.items():
             cut = self._slices_cuts[name]
             if cut.filled:
                 size = shared[name].size(cut.dim)
                 first, stop = chunk_bounds(size, self._shard_context.size, self._shard_context.rank)
                 parts[name] = F.pad(part, (0, 0) * (part.ndim - 1 - cut.dim) + (first, size - stop))
-            elif self._multiplies_grouped():
+            elif grouped:
                 parts[name] = _padded(part, cut)
         return {**own, **parts}
-
-    def _multiplies_grouped(self) -> bool:
-        """Tell whether experts run as torch's grouped products; who asks for that may do so later."""
-        return getattr(getattr(self, "config", None), "_experts_implementation", None) == "grouped_mm"
 
     def extra_repr(self) -> str:
         """Describe the parts."""

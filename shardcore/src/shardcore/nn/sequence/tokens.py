@@ -101,17 +101,17 @@ class SequenceBlock(SequenceModule):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         tokens = self._tokens
-        if tokens.length is None or not (self._is_random() or self._tokens_dropouts.live()):
+        draws = tokens.length is not None and (
+            # In eager mode whatever draws numbers inside need not be known.
+            (not torch.compiler.is_compiling() and tokens.context.random.in_use) or self._tokens_dropouts.live()
+        )
+        if not draws:
             return super().forward(*args, **kwargs)
         tokens.context.random.fork(id(self))
         try:
             return super().forward(*args, **kwargs)
         finally:
             tokens.context.random.join(id(self))
-
-    def _is_random(self) -> bool:
-        # In eager mode whatever draws numbers inside need not be known.
-        return not torch.compiler.is_compiling() and self._tokens.context.random.in_use
 
     def _again(self, x: Tensor) -> Tensor:
         tokens = self._tokens

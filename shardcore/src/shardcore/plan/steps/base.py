@@ -235,7 +235,7 @@ class Step:
         own: Mapping[type[ParallelMixin], Callable[[nn.Module], Mapping[str, Any]]],
         **shared: Any,
     ) -> Commit:
-        """Return the call that gives modules their mixins, in the order of `mixins`, with ``own`` options of a mixin."""
+        """Return the call that gives modules their mixins, in the order of `mixins`; ``own`` options of a mixin."""
         modules = [(ctx.model.get_submodule(path), mixin) for path, mixin in self.mixins]
 
         def commit() -> None:
