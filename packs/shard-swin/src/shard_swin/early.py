@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shard_swin.stages import shared
+from shard_swin.stages import shared, stage_attentions
 from shardcore.policy import ModulePolicy, Rule
-from shardcore.styles import attribute, by_heads, norm, per_rank, region, stage_attentions
+from shardcore.styles import attribute, by_heads, norm, per_rank, region
 
 HEADS = "attention.self.num_attention_heads"
 

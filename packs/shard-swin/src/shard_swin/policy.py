@@ -7,9 +7,9 @@ from typing import ClassVar
 from transformers.models.swin import modeling_swin
 
 from shard_swin import early
-from shard_swin.stages import HeadsOfStages, shared
+from shard_swin.stages import HeadsOfStages, shared, stage_attentions
 from shardcore.policy import ModulePolicy, Rule, Stages
-from shardcore.styles import attribute, by_heads, norm, per_rank, region, replicate, stage_attentions
+from shardcore.styles import attribute, by_heads, norm, per_rank, region, replicate
 from shardcore_transformers import PretrainedPolicy
 
 #: In early releases of transformers layers have other names.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shard_swin.early import HEADS, layer
-from shard_swin.stages import HeadsOfStages
+from shard_swin.stages import HeadsOfStages, stage_attentions
 from shardcore.policy import ModulePolicy, Stages
-from shardcore.styles import bias_net, by_heads, norm, replicate, stage_attentions
+from shardcore.styles import bias_net, by_heads, norm, replicate
 from shardcore_transformers import PretrainedPolicy
 
 _LAYER = layer(

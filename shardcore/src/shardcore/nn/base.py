@@ -84,6 +84,9 @@ class ParallelMixin(ParallelModule):
     #: Whether it sums its output over the ranks, so that a region ends there.
     plan_sums_output: ClassVar[bool] = False
 
+    #: The outputs that the module captures from its layers, and that it gathers: "attentions", "hidden_states".
+    plan_gathers: ClassVar[tuple[str, ...]] = ()
+
     #: Options that a module keeps as they are -> the attribute that has them.
     kept_options: ClassVar[Mapping[str, str]] = {}
 

@@ -121,34 +121,6 @@ class OutputGatherer(ParallelMixin):
         return tuple(value for name, value in values.items() if value is not None or name in self._places)
 
 
-class StageAttentions(ParallelMixin):
-    """An encoder of stages, or one stage of it, that gathers attention weights (..., heads/tp, N, N) over their heads.
-
-    An encoder returns them by name, a tensor for each stage; a stage last in a tuple, behind three others.
-
-    Options:
-        sizes: the heads of each stage; 0 where every rank has all of them.
-    """
-
-    keeps_name: ClassVar[bool] = True
-    kept_options: ClassVar[Mapping[str, str]] = {"sizes": "_sizes"}
-
-    _sizes: tuple[int, ...] = ()
-    _shard_context: ShardContext
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the native forward and gather what it captured."""
-        out = super().forward(*args, **kwargs)
-        if type(out) is tuple:
-            return (*out[:_OF_A_STAGE], *(self._whole(weights, self._sizes[0]) for weights in out[_OF_A_STAGE:]))
-        if out.attentions:  # none where an attention implementation returns none
-            out.attentions = tuple(map(self._whole, out.attentions, self._sizes))
-        return out
-
-    def _whole(self, weights: Tensor, size: int) -> Tensor:
-        return gather_from_tp(weights, self._shard_context.channel.exact, 1, size) if size else weights
-
-
 class RefusesCaptured(ParallelMixin):
     """A model that does not return what it captured: each rank has a part of it, and no rule says how to gather it.
 
@@ -186,10 +158,6 @@ class RefusesCaptured(ParallelMixin):
 
 def _holds_tensors(value: Any) -> bool:
     return isinstance(value, tuple | list) and any(isinstance(v, Tensor) or _holds_tensors(v) for v in value)
-
-
-#: What a stage returns before its attention weights: states, states before patches are merged, the size of the image.
-_OF_A_STAGE = 3
 
 
 def _named(out: Any) -> Mapping[str, Any]:

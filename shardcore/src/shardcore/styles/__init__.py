@@ -33,7 +33,7 @@ from shardcore.styles.layers import (
 )
 from shardcore.styles.local import by_heads
 from shardcore.styles.mixtures import experts
-from shardcore.styles.models import calls, delegate, head, loss, outputs, stage_attentions
+from shardcore.styles.models import calls, delegate, head, loss, outputs
 from shardcore.styles.regions import enter_arg, region
 from shardcore.styles.sequences import sequence
 
@@ -67,7 +67,6 @@ __all__ = [
     "shared_numpy",
     "shared_rng",
     "slice_arg",
-    "stage_attentions",
     "vocab",
     "when_divisible",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,13 +12,7 @@ from typing_extensions import override
 
 from shardcore.nn import ColumnLinear, Replicated, ReplicatedLayout, ShardedLayout, VocabHead
 from shardcore.nn.layout import last_rank_is_empty
-from shardcore.plan.steps.outputs import (
-    CallByMethods,
-    GatherOutputs,
-    GatherStageAttentions,
-    KeepLogitsSharded,
-    TakeLoss,
-)
+from shardcore.plan.steps.outputs import CallByMethods, GatherOutputs, KeepLogitsSharded, TakeLoss
 from shardcore.plan.steps.regions import EnterRegion
 from shardcore.plan.steps.tokens import DivideLogits
 from shardcore.policy import Policy, Rule, Scope, Word
@@ -73,25 +66,6 @@ def outputs(
 
     text = written("outputs", **captured, hidden_states=hidden_states, places=places or None, heads=heads)
     return Word(text=text, optional=optional, planned=plan)
-
-
-def stage_attentions(heads: str) -> Rule:
-    """Gather the attention weights of stages with heads of different numbers, of which the ranks may divide some.
-
-    For an encoder that returns them by name, one for each of its ``layers``, or for a stage that returns them last.
-
-    Args:
-        heads: the attribute of a layer (``blocks[0]`` of a stage) that counts its heads.
-    """
-
-    def plan(scope: Scope) -> None:
-        stages: Any = getattr(scope.module, "layers", (scope.module,))
-        counts = [operator.attrgetter(heads)(stage.blocks[0]) for stage in stages]
-        sizes = tuple(0 if count % scope.ranks else count for count in counts)
-        if any(sizes):
-            scope.add(GatherStageAttentions(path=scope.name(""), sizes=sizes))
-
-    return Word(text=written("stage_attentions", heads), planned=plan)
 
 
 def loss(

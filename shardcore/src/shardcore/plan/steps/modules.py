@@ -64,6 +64,11 @@ class Swap(Step):
 
     @property
     @override
+    def gathers_captured(self) -> tuple[str, ...]:
+        return self.target.plan_gathers
+
+    @property
+    @override
     def fuses(self) -> str | None:
         # A pack brings a norm of its own because it is fused.
         own = self.target in (Replicated, HeadParameters)

@@ -14,7 +14,7 @@ from shardcore.nn.calls import MethodsAsCalls
 from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.loss.head import LossFromOutputs
 from shardcore.nn.loss.logits import VocabParallelLossModel
-from shardcore.nn.outputs import OutputGatherer, RefusesCaptured, StageAttentions
+from shardcore.nn.outputs import OutputGatherer, RefusesCaptured
 from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
 
 
@@ -68,20 +68,6 @@ class GatherOutputs(Step):
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
         return self.swapped(ctx, tokens=ctx.tokens_below(self.path))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherStageAttentions(Step):
-    """Attention weights of stages with ``sizes`` heads are gathered; it is 0 where every rank has all of them."""
-
-    mixin: ClassVar[type[ParallelMixin]] = StageAttentions
-    gathers_captured: ClassVar[tuple[str, ...]] = ("attentions",)
-
-    sizes: tuple[int, ...]
-
-    @override
-    def describe(self) -> str:
-        return f"gathers attentions of {', '.join(str(size) for size in self.sizes if size)} heads"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
