@@ -114,10 +114,9 @@ class ListedExperts(ParallelMixin):
 
     def _with_all(self, out: Tensor, experts: list[nn.Module]) -> Tensor:
         called = torch.tensor([expert.__dict__[_CALLED] for expert in experts], dtype=torch.int32, device=out.device)
-        missed = [not expert.__dict__[_CALLED] for expert in experts]
         for group in self._shard_context.replica_groups:
             dist.all_reduce(called, op=dist.ReduceOp.MAX, group=group)
-        lacking = [list(expert.parameters()) if miss else [] for expert, miss in zip(experts, missed, strict=True)]
+        lacking = [[] if expert.__dict__[_CALLED] else list(expert.parameters()) for expert in experts]
         return touch_elsewhere(out, called, lacking)
 
 

@@ -120,14 +120,12 @@ class ColumnLinear(Member):
     ) -> Mapping[str, Layout]:
         product = cls.computes(module)
         layout: Layout = ShardedLayout(0)
+        summed = ReplicatedLayout(partial_gradient=True)
         if used is not None:
-            layout = ExchangedLayout(0) if in_parts else ReplicatedLayout(partial_gradient=True)
+            layout = ExchangedLayout(0) if in_parts else summed
         elif replication > 1:
-            layout = (
-                GroupShardedLayout(0, replication)
-                if in_parts and _divides(product.out_features, ranks)
-                else ReplicatedLayout(partial_gradient=True)
-            )
+            in_parts = in_parts and _divides(product.out_features, ranks)
+            layout = GroupShardedLayout(0, replication) if in_parts else summed
         layouts = {name: layout for name, p in module._parameters.items() if p is not None}
         return {**layouts, "weight": ShardedLayout(1)} if product.transposed else layouts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ from shardcore.errors import Problem
 from shardcore.nn.region.flow import Got, Graph, Mistake
 
 _MOST = 6  # problems that are told: the same mistake is made in each layer
+
+_seen = functools.partial(Problem, rule="(seen in the first call that records gradients)")
 
 
 class Wrong(NamedTuple):
@@ -105,9 +108,8 @@ def _problem(graph: Graph, items: list[Wrong], names: _Names) -> Problem:
     readers = names.modules(graph.beside(items[0].got.source), 2)
     name, where = names.of(leaf), names.module(leaf)
     if items[0].wanted is GradPlacement.VARYING:
-        return Problem(
+        return _seen(
             where=where,
-            rule=_RULE,
             what=f"{name} lies split over the ranks, and gets the gradient of a tensor that all of them have whole",
             todo="let a row linear, a gather or a region's end follow, which makes a whole tensor of the parts; or "
             "replicate the module",
@@ -122,16 +124,12 @@ def _problem(graph: Graph, items: list[Wrong], names: _Names) -> Problem:
             "go through it; if all ranks need the same of it, let what it makes enter: enter= of the region or "
             "enter_arg; or after= if it follows the row linear"
         )
-    return Problem(
+    return _seen(
         where=where,
-        rule=_RULE,
         what=f"every rank holds {name} whole, but what it makes is used by this rank's part of the model"
         f"{f' (next to {near[0]})' if near else ''} and nobody sums: its gradient would be one rank's summand",
         todo=todo,
     )
-
-
-_RULE = "(seen in the first call that records gradients)"
 
 
 def _reached(items: list[Wrong], names: _Names) -> str:
@@ -165,9 +163,8 @@ def _joined(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Prob
             f"let it enter for all that reads it: {where.rpartition('.')[2]!r} in enter= of the region, or "
             "enter_arg(module, argument) where it is an argument"
         )
-    return Problem(
+    return _seen(
         where=where,
-        rule=_RULE,
         what=f"{what}: a whole gradient and one rank's summand of another are added, and {reached}",
         todo=todo,
     )
@@ -177,9 +174,8 @@ def _summed(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Prob
     members = _members(mistake.node, names)
     near = members or names.modules(graph.beside(mistake.node), 1)
     where = _common(members) or (names.modules(graph.behind(mistake.node), 1) or [""])[0]
-    return Problem(
+    return _seen(
         where=where,
-        rule=_RULE,
         what="its gradient is whole on every rank already, and is summed over them (next to "
         f"{', '.join(near)}): {reached}, counted once for each rank",
         todo="leave out partial(...) for what sees whole tensors (norm, replicate, or after= of the region), enter_arg "
@@ -190,9 +186,8 @@ def _summed(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Prob
 def _left(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Problem:
     made = names.modules(graph.behind(mistake.node), 1)
     near = names.modules(graph.beside(mistake.node), 1)
-    return Problem(
+    return _seen(
         where=made[0] if made else "",
-        rule=_RULE,
         what=f"what leaves a region here is used by this rank's part of another (next to {', '.join(near)}) without "
         f"entering: {reached}",
         todo="let it enter: region(enter=...) or enter_arg for what follows; row= of the region names a row linear in "
