@@ -82,9 +82,6 @@ class DropoutSites:
         own = {*vars(module), *module._modules}  # self.dropout(x) calls a module that is found by itself
         return bool(self._draws[native] - own)
 
-    def __len__(self) -> int:
-        return len(self.probabilities) + len(self._others)
-
     def live(self) -> bool:
         """Tell whether numbers would be drawn at one of the places now."""
         for module, name in self.probabilities:
