@@ -24,12 +24,9 @@ _LEADING = ((2,), (2, 3), (1, 2, 2))  # the dims of an input before its features
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A module computes ``input @ weight.T + bias``, or ``input @ weight + bias``, and nothing else.
+    """A module computes ``input @ weight.T + bias``, or, its weight ``transposed``, ``input @ weight + bias``.
 
-    Attributes:
-        in_features: the size of its inputs.
-        out_features: the size of its outputs.
-        transposed: its weight is (in, out), as that of a ``Conv1D`` has; else (out, in).
+    It computes nothing else. A transposed weight is (in, out), as that of a ``Conv1D``; others are (out, in).
     """
 
     in_features: int

@@ -252,12 +252,8 @@ class VocabParallelLogits:
 class LazyLogits(VocabParallelLogits):
     """Logits that are computed inside the loss, some tokens at a time; the full logits never exist.
 
-    Args:
-        x: the input of the head, (..., H), which has entered its region.
-        vocabulary: how V is split.
-        head: the head.
-        chunk: the number of tokens whose logits are computed at a time.
-        changes: what is done to them, one after the other.
+    ``x`` is the input of the head, (..., H), which has entered its region. The logits of ``chunk`` tokens are computed
+    at a time; ``changes`` are what is done to them, one after the other.
     """
 
     def __init__(
@@ -293,12 +289,9 @@ class LazyLogits(VocabParallelLogits):
 
 
 class VocabParallelLossModel(ParallelMixin):
-    """A model whose head keeps its logits split in calls with labels; without labels they are gathered.
+    """A model whose ``heads`` keep their logits split in calls with ``labels``; without labels they are gathered.
 
-    Options:
-        labels: the argument with labels.
-        heads: the heads.
-        chunk: the number of tokens whose logits are computed at a time, inside the loss; None computes all in the head.
+    The logits of ``chunk`` tokens are computed at a time, inside the loss; None computes all in the head.
     """
 
     keeps_name: ClassVar[bool] = True
