@@ -6,12 +6,12 @@ without a word. Such slices may be read. What would write into one is refused be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from shardcore._private import SLICES, missing
@@ -152,19 +152,9 @@ def _mark(view: DTensor) -> None:
     view.__class__ = _Gathered  # torch goes on with this very object: it stays the view of its graph
 
 
-def _tensors(value: Any) -> Iterator[DTensor]:
-    for each in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(each, list | tuple):
-            yield from _tensors(each)
-        elif isinstance(each, DTensor):
-            yield each
+def _tensors(value: Any) -> list[DTensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, DTensor)]
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, _Gathered):
-        return as_dtensor(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(each) for each in value)
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return value
+    return tree_map_only(_Gathered, as_dtensor, value)
