@@ -64,18 +64,11 @@ def entered(context: ShardContext, value: Any, where: str) -> Any:
 def sliced(context: ShardContext, dim: int, heads: int, partial: bool, value: Any, where: str) -> Any:
     """Return this rank's heads of what has all of them, such as the slopes of ALiBi or a bias of positions.
 
-    The dim has all heads, or several times as many with the heads innermost (batch * heads), or one for all of them,
-    which stays. Forward: a view, or a copy where heads of several samples lie apart. Backward, if the tensor needs a
-    gradient: an all-gather of it, or an all-reduce where one entry stands for all heads.
-
-    Args:
-        context: of the sharded model.
-        dim: the dim with heads.
-        heads: how many there are on all ranks together.
-        partial: what makes the tensor sums its own gradient: here, that of other ranks' heads is zero, and nothing is
-            sent.
-        value: the tensor; None, and other plain values, stay.
-        where: what it is, for an error.
+    The dim has all ``heads``, or several times as many with the heads innermost (batch * heads), or one for all of
+    them, which stays; so do None and other plain values. Forward: a view, or a copy where heads of several samples lie
+    apart. Backward, if the tensor needs a gradient: an all-gather of it, or an all-reduce where one entry stands for
+    all heads. With ``partial`` nothing is sent: what makes the tensor sums its own gradient, and that of other ranks'
+    heads is zero here.
     """
     if not isinstance(value, Tensor):
         if value is None or isinstance(value, bool | int | float | str):

@@ -61,14 +61,11 @@ class Places:
 
     @classmethod
     def of(cls, length: int, heads: int, rings: int, *, zigzag: bool) -> Places:
-        """Divide ``length`` tokens over ``rings`` times ``heads`` ranks.
+        """Divide ``length`` tokens, at least twice as many as ranks, over ``rings`` groups of ``heads`` ranks.
 
-        Args:
-            length: the number of tokens, at least twice that of the ranks.
-            heads: how many ranks exchange heads.
-            rings: over how many groups of these keys and values go round.
-            zigzag: rank r of a ring has the pieces r and 2n-1-r of 2n: where tokens see those before them alone, all
-                have as much to do (Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, section 3.3.2).
+        The ranks of a group exchange heads, and keys and values go round between groups. With ``zigzag``, rank r of a
+        ring has the pieces r and 2n-1-r of 2n: where tokens see those before them alone, all have as much to do
+        (Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, section 3.3.2).
         """
         whole = ((0, length),)
         if zigzag and rings > 1:
