@@ -156,11 +156,13 @@ def read_together(
         places = [place for place in used if members[place[0]].group_size == count]
         rows = gather_rows(context.among(count), *(used[place] for place in places))
         used.update(zip(places, rows, strict=True))
-    moving = {(i, j): exchange for i, j in used if (exchange := members[i].exchange) is not None}
+    exchanges = {place: members[place[0]].exchange for place in used}
+    moving = {place: exchange for place, exchange in exchanges.items() if exchange is not None}
     if moving:
         found = exchange_rows(context.channel, list(moving.values()), [used[place] for place in moving])
         used.update(zip(moving, found, strict=True))
-    cut = {(i, j): runs for i, j in used if (runs := (members[i].rows, members[i].bias_rows)[j]) is not None}
+    some = {(i, j): members[i].bias_rows if j else members[i].rows for i, j in used}
+    cut = {place: runs for place, runs in some.items() if runs is not None}
     others = [parameter for parameters in beside for parameter in parameters]
     if cut or others:
         whole = read_partial(context.channel, *(used[place] for place in cut), *others, deferred=context.defers)

@@ -78,7 +78,7 @@ class SequenceBlock(SequenceModule):
                 args, kwargs = self._tokens_argument.changed(args, kwargs, tokens.scatter)
             length = tokens.length
         elif not torch.compiler.is_compiling() and backward_task() != -1:
-            # RecomputedBlock by a checkpoint that somebody put around the call.
+            # Recomputed by a checkpoint that somebody put around the call.
             args, kwargs = self._tokens_argument.changed(args, kwargs, self._again)
             length = tokens.last
         else:
