@@ -164,8 +164,9 @@ class DivideTokens(Step):
         def of_a_block(block: nn.Module) -> Mapping[str, Any]:
             return {"argument": self.argument, "dropouts": DropoutSites([block], draws=ctx.draws)}
 
-        own = {ContextBlock: of_a_block, ContextModel: lambda _: {"keeps": self.keeps}}
-        swap = self.swapped_all(ctx, own, shard=shard)
+        swap = self.swapped_all(
+            ctx, {ContextBlock: of_a_block, ContextModel: lambda _: {"keeps": self.keeps}}, shard=shard
+        )
 
         def commit() -> None:
             swap()
