@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from shardcore.nn.region.flow import Got, Graph, Mistake
 
 _MOST = 6  # problems that are told: the same mistake is made in each layer
 
-_seen = functools.partial(Problem, rule="(seen in the first call that records gradients)")
+_RULE = "(seen in the first call that records gradients)"
 
 
 class Wrong(NamedTuple):
@@ -108,8 +107,9 @@ def _problem(graph: Graph, items: list[Wrong], names: _Names) -> Problem:
     readers = names.modules(graph.beside(items[0].got.source), 2)
     name, where = names.of(leaf), names.module(leaf)
     if items[0].wanted is GradPlacement.VARYING:
-        return _seen(
+        return Problem(
             where=where,
+            rule=_RULE,
             what=f"{name} lies split over the ranks, and gets the gradient of a tensor that all of them have whole",
             todo="let a row linear, a gather or a region's end follow, which makes a whole tensor of the parts; or "
             "replicate the module",
@@ -124,8 +124,9 @@ def _problem(graph: Graph, items: list[Wrong], names: _Names) -> Problem:
             "go through it; if all ranks need the same of it, let what it makes enter: enter= of the region or "
             "enter_arg; or after= if it follows the row linear"
         )
-    return _seen(
+    return Problem(
         where=where,
+        rule=_RULE,
         what=f"every rank holds {name} whole, but what it makes is used by this rank's part of the model"
         f"{f' (next to {near[0]})' if near else ''} and nobody sums: its gradient would be one rank's summand",
         todo=todo,
@@ -163,8 +164,9 @@ def _joined(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Prob
             f"let it enter for all that reads it: {where.rpartition('.')[2]!r} in enter= of the region, or "
             "enter_arg(module, argument) where it is an argument"
         )
-    return _seen(
+    return Problem(
         where=where,
+        rule=_RULE,
         what=f"{what}: a whole gradient and one rank's summand of another are added, and {reached}",
         todo=todo,
     )
@@ -174,8 +176,9 @@ def _summed(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Prob
     members = _members(mistake.node, names)
     near = members or names.modules(graph.beside(mistake.node), 1)
     where = _common(members) or (names.modules(graph.behind(mistake.node), 1) or [""])[0]
-    return _seen(
+    return Problem(
         where=where,
+        rule=_RULE,
         what="its gradient is whole on every rank already, and is summed over them (next to "
         f"{', '.join(near)}): {reached}, counted once for each rank",
         todo="leave out partial(...) for what sees whole tensors (norm, replicate, or after= of the region), enter_arg "
@@ -186,8 +189,9 @@ def _summed(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Prob
 def _left(graph: Graph, mistake: Mistake, reached: str, names: _Names) -> Problem:
     made = names.modules(graph.behind(mistake.node), 1)
     near = names.modules(graph.beside(mistake.node), 1)
-    return _seen(
+    return Problem(
         where=made[0] if made else "",
+        rule=_RULE,
         what=f"what leaves a region here is used by this rank's part of another (next to {', '.join(near)}) without "
         f"entering: {reached}",
         todo="let it enter: region(enter=...) or enter_arg for what follows; row= of the region names a row linear in "
