@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import fnmatch
 import importlib
 import importlib.util
 import io
 import itertools
 import re
 import sys
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from packaging.requirements import Requirement
 
 import shardcore
 import shardcore_shardformer as compat
@@ -30,7 +33,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 #: Pages for those who do not read docs/.
 READMES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "shardcore/README.md")]
-READMES += sorted(ROOT.glob("packs/*/README.md"))
+READMES += sorted(file for room in ("clients", "kit", "packs") for file in ROOT.glob(f"{room}/*/README.md"))
 
 _LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(
@@ -216,6 +219,36 @@ def test_links_lead_somewhere(page):
             assert anchor in {_anchor(line) for line in re.findall(r"^#+ (.*)$", _text(found), re.M)}, target
         elif anchor:
             assert f"::: {anchor}\n" in f"{_text(found)}\n", target
+
+
+def _own() -> dict[str, tuple[str, set[str]]]:
+    """Return the distributions of the workspace: folder -> its name, and the names of those that it requires."""
+    found = {}
+    for file in [ROOT / "shardcore" / "pyproject.toml", *ROOT.glob("*/*/pyproject.toml")]:
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        needed = {Requirement(text).name for text in project.get("dependencies", ())}
+        found[file.parent.relative_to(ROOT).as_posix()] = project["name"], needed
+    names = {name for name, _ in found.values()}
+    return {folder: (name, needed & names) for folder, (name, needed) in found.items()}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_name)
+def test_lines_that_install_name_all_that_is_needed(page):
+    """Nothing of the workspace need be in an index: pip would look there for what a line leaves out."""
+    own = _own()
+    for line in re.findall(r"pip install\s+(\./[^`#$\n]*(?:\n[^`#\n]*(?=`))?)", _text(page)):
+        folders = [word.removeprefix("./") for part in line.split() if part.startswith("./") for word in _words(part)]
+        named = {name for folder, (name, _) in own.items() if any(fnmatch.fnmatch(folder, of) for of in folders)}
+        assert all(any(fnmatch.fnmatch(folder, of) for folder in own) for of in folders), line
+        # What adds to an installation finds there what the first page installs.
+        there = named if "shardcore" in named else {*named, "shardcore", "shardcore-transformers"}
+        assert {of for name, needed in own.values() if name in named for of in needed} - there == set(), line
+
+
+def _words(text: str) -> list[str]:
+    """Return what a shell makes of a word with braces."""
+    found = re.fullmatch(r"(.*)\{(.*)\}(.*)", text)
+    return [text] if found is None else [f"{found[1]}{middle}{found[3]}" for middle in found[2].split(",")]
 
 
 def _anchor(heading: str) -> str:
