@@ -49,6 +49,7 @@ def test_what_is_around_the_core_is_an_extra_and_packs_are_none():
     extras = {name: set(needs) for name, needs in CORE["optional-dependencies"].items()}
     around = {f"{file.parent.name}>=0.1,<0.2" for file in KITS}
     assert (extras.pop("testing"), extras.pop("tools")) == ({"shardcore-testing>=0.1,<0.2"}, around)
+    assert extras.pop("loop") == {"shardcore-loop>=0.1,<0.2"}
     assert extras.pop("flash") == {"flash-attn>=2.7"}
     names = [file.parent.name for file in CLIENTS]
     assert extras == {name.removeprefix("shardcore-"): {f"{name}>=0.1,<0.2"} for name in names}

@@ -127,7 +127,8 @@ class Registry:
             NoPolicyError: no loaded pack serves the class.
         """
         for base in cls.__mro__:
-            if offers := [offer for offer in self._offers.get(full_name(base), ()) if is_met(offer[0].requires)]:
+            offers = self._offers.get(full_name(base), ())
+            if offers := [offer for offer in offers if offer[0].requires is None or is_met(offer[0].requires)]:
                 spec, pack = _best("policies serve", cls, offers)
                 return Match(spec=spec, pack=pack, cls=base, check=self._check_tested)
         raise NoPolicyError("\n".join(unserved(cls, self.packs, self._offers)))
