@@ -33,7 +33,9 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 #: Pages for those who do not read docs/.
 READMES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "shardcore/README.md")]
-READMES += sorted(file for room in ("clients", "kit", "packs") for file in ROOT.glob(f"{room}/*/README.md"))
+READMES += sorted(ROOT.glob("packs/*/README.md"))
+#: Of distributions around the core.
+AROUND = sorted(file for room in ("clients", "kit") for file in ROOT.glob(f"{room}/*/README.md"))
 
 _LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(
@@ -232,7 +234,7 @@ def _own() -> dict[str, tuple[str, set[str]]]:
     return {folder: (name, needed & names) for folder, (name, needed) in found.items()}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_name)
+@pytest.mark.parametrize("page", [*PAGES, *READMES, *AROUND], ids=_name)
 def test_lines_that_install_name_all_that_is_needed(page):
     """Nothing of the workspace need be in an index: pip would look there for what a line leaves out."""
     own = _own()
