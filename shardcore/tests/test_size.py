@@ -13,10 +13,10 @@ ROOMS = {
     "comm": 1800,
     "compile": 1300,
     "config": 640,
-    "fsdp": 640,
+    "fsdp": 910,
     "hooks": 300,
     "mesh": 850,
-    "nn": 8040,
+    "nn": 7770,
     "others": 1460,
     "pipeline": 2630,
     "plan": 1830,
@@ -41,7 +41,7 @@ KITS = {
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
 CORE = 27740
-HOOKS = 18750
+HOOKS = 18480
 OF_THE_HOOKS = ("plugins", "policy", "hooks", "styles", "plan", "compile", "apply", "nn", "comm", "mesh", "config")
 
 

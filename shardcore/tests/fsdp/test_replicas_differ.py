@@ -11,8 +11,8 @@ from tiny import TinyPolicy, batch, build
 import shardcore
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import AgreementError
+from shardcore.fsdp.units import unit_of
 from shardcore.mesh.context import context_of
-from shardcore.nn.fsdp_units import unit_of
 
 
 def _made(**sizes):

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from shardcore.comm.dtensor_params import is_packed
 from shardcore.comm.parts import part_of
+from shardcore.fsdp.units import unit_of
 from shardcore.mesh.context import ShardContext
 from shardcore.nn import ParallelMixin
-from shardcore.nn.fsdp_units import unit_of
 from shardcore_peft._sites import nested
 
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from shardcore.agree.agreement import Report, agree
 from shardcore.apply.errors import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
+from shardcore.fsdp.units import unit_of
 from shardcore.mesh.axes import group_of
 from shardcore.mesh.context import ShardContext, nearest_context, set_context, set_part_of
 from shardcore.nn import ParallelMixin
-from shardcore.nn.fsdp_units import unit_of
 from shardcore.nn.intact import AROUND
 from shardcore.nn.mixin import add_mixin
 from shardcore_peft._checks import check_method, check_new

@@ -5,8 +5,8 @@ tensor and in which order the parts travel; so nothing is gathered but the weigh
 only, the *writer*. It holds one file at a time, the others never more than a part on its way. Everything that is not
 weights (configurations, custom code, model card, upload) is written by transformers, on the writer.
 
-How the ranks meet is in `shardcore.agree.store_barrier`, how the parts travel in `_gathering`, how transformers is
-called in `_native`, and how an earlier checkpoint gives way to the new one in `_placing`.
+How the ranks meet is in `shardcore.agree.store_barrier`, how the parts travel in `shardcore.weights.gathering`,
+how transformers is called in `_native`, and how an earlier checkpoint gives way to the new one in `_placing`.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from shardcore.clients import client_of
 from shardcore.errors import NotSupportedError, WrapError
+from shardcore.fsdp.units import unit_of
 from shardcore.mesh.context import nearest_context
 from shardcore.nn import ParallelMixin, ParallelModule
-from shardcore.nn.fsdp_units import unit_of
 from shardcore.nn.mixin import once
 from shardcore.nn.same_inputs import SameInputs
 from shardcore.plan.steps.base import Step

@@ -22,11 +22,11 @@ from shardcore.errors import ConfigError, NotSupportedError, PlanError, Problem
 from shardcore.fsdp.optimizers import check_optimizer, repoint, tied_outside
 from shardcore.fsdp.same_units import SameUnits
 from shardcore.fsdp.scalars import replicate_scalars
+from shardcore.fsdp.units import prepare_units, require_known_fsdp
 from shardcore.mesh.axes import DATA_AXES, Sizes, axis_name
 from shardcore.mesh.context import ShardContext
 from shardcore.nn import SegmentedLayout
 from shardcore.nn.experts.expert_parallel import ExpertParallel
-from shardcore.nn.fsdp_units import prepare_units, require_known_fsdp
 from shardcore.plan import ShardPlan
 from shardcore.plan.shard_plan import ModelPhase
 from shardcore.policy import Stages
@@ -39,7 +39,7 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
 
     ``dp_shard`` shards parameters, gradients and optimizer state (`torch.distributed.fsdp.fully_shard`);
     ``dp_replicate`` keeps whole copies whose gradients are averaged; both together are hybrid sharding. Any part of the
-    model may be called by itself afterwards (`shardcore.nn.fsdp_units`).
+    model may be called by itself afterwards (`shardcore.fsdp.units`).
 
     The model was sharded along ``tp`` before. ``stages`` names the list of blocks; without it the model is wrapped as
     one. ``options`` are those of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import AgreementError
 from shardcore.fsdp.accumulation import parameter_groups
-from shardcore.nn.fsdp_units import FSDPUnit
+from shardcore.fsdp.units import FSDPUnit
 
 _COMPARED = 2  # forwards of each unit, and backwards
 
@@ -26,7 +26,7 @@ _TODO = (
 
 
 class SameUnits:
-    """The units of one model on all replicas of a mesh; see `shardcore.nn.fsdp_units.prepare_units`.
+    """The units of one model on all replicas of a mesh; see `shardcore.fsdp.units.prepare_units`.
 
     ``gathers`` says that parameters are divided over them, and not whole on each.
     """

@@ -11,10 +11,12 @@ from typing_extensions import override
 
 from shardcore.mesh.context import ShardContext
 from shardcore.nn.base import with_methods
-from shardcore.nn.fsdp_units import unit_of
 from shardcore.nn.mixin import once
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.root import RngScope
+
+#: On a module: the unit of FSDP2 that holds its parameters, and gathers them for a call. Set by `shardcore.fsdp`.
+UNIT = "_shardcore_unit"
 
 
 class MethodsAsCalls(RngScope):
@@ -46,5 +48,5 @@ def _gathered(native: Callable[..., Any], module: nn.Module, *args: Any, **kwarg
     run: Callable[..., Any] = functools.partial(native, module)
     if isinstance(module, Replicated):
         run = functools.partial(module.run_method, native)
-    unit = unit_of(module)
+    unit = module.__dict__.get(UNIT)
     return run(*args, **kwargs) if unit is None else unit.run(run, args, kwargs)

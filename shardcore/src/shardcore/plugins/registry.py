@@ -128,6 +128,7 @@ class Registry:
         """
         for base in cls.__mro__:
             offers = self._offers.get(full_name(base), ())
+            # Asked only where something is required: most packs require nothing, and a warm shard() reads no versions.
             if offers := [offer for offer in offers if offer[0].requires is None or is_met(offer[0].requires)]:
                 spec, pack = _best("policies serve", cls, offers)
                 return Match(spec=spec, pack=pack, cls=base, check=self._check_tested)

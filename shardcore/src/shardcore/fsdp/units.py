@@ -24,9 +24,8 @@ from shardcore._private import DATA_PARALLEL, TESTED, complaint, missing
 from shardcore.comm.gradients import PASSES
 from shardcore.errors import NotSupportedError
 from shardcore.nn.base import ParallelMixin
+from shardcore.nn.calls import UNIT
 from shardcore.nn.mixin import add_mixin
-
-_UNIT = "_shardcore_unit"
 
 #: Called before something may be sent for a unit, in its "forward" or "backward".
 Meet: TypeAlias = "Callable[[FSDPUnit, str], None]"
@@ -204,13 +203,13 @@ class InFSDPUnit(ParallelMixin):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with its parameters gathered, but not as the first unit that FSDP2 sees."""
-        if torch.compiler.is_compiling() or ((unit := self.__dict__[_UNIT])._inside and self is not unit.module):
+        if torch.compiler.is_compiling() or ((unit := self.__dict__[UNIT])._inside and self is not unit.module):
             return super().__call__(*args, **kwargs)
         return unit.call(self, super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward; called directly, with what FSDP2 does around a call."""
-        if torch.compiler.is_compiling() or ((unit := self.__dict__[_UNIT])._inside and self is not unit.module):
+        if torch.compiler.is_compiling() or ((unit := self.__dict__[UNIT])._inside and self is not unit.module):
             return super().forward(*args, **kwargs)
         return unit.run_forward(self, super().forward, args, kwargs)
 
@@ -251,7 +250,7 @@ def prepare_units(
     for unit in units:
         for module in _own(unit.module, owned):
             add_mixin(module, InFSDPUnit)
-            module.__dict__[_UNIT] = unit
+            module.__dict__[UNIT] = unit
         owned.update(unit.module.modules())
     return units
 
@@ -273,4 +272,4 @@ def _own(top: nn.Module, owned: set[nn.Module]) -> list[nn.Module]:
 
 def unit_of(module: nn.Module) -> FSDPUnit | None:
     """Return the unit that holds the parameters of ``module``; None where FSDP2 was not applied by shardcore."""
-    return module.__dict__.get(_UNIT)
+    return module.__dict__.get(UNIT)
