@@ -4,6 +4,7 @@ import pytest
 from transformers.models.bamba import modeling_bamba
 from transformers.models.falcon_h1 import modeling_falcon_h1
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
+from transformers.models.nemotron_h import modeling_nemotron_h
 
 import shardcore
 from shard_hybrids.cases import cases
@@ -14,6 +15,7 @@ MODULES = {
     "bamba": modeling_bamba,
     "falconh1": modeling_falcon_h1,
     "granitemoehybrid": modeling_granitemoehybrid,
+    "nemotronh": modeling_nemotron_h,
 }
 
 
@@ -36,6 +38,8 @@ def trains(family):
         setattr(MODULES[family], kernel, native)
 
 
-@pytest.mark.parametrize("family", ["bamba", "falconh1", pytest.param("granitemoehybrid", marks=EXPERTS)])
+@pytest.mark.parametrize(
+    "family", ["bamba", "falconh1", *(pytest.param(name, marks=EXPERTS) for name in ("granitemoehybrid", "nemotronh"))]
+)
 def test_mixers_compute_step_by_step(pool, family):
     pool.run(trains, family)

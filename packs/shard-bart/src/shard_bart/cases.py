@@ -17,7 +17,7 @@ _OLD = Version(transformers.__version__) < Version("5")
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
     """Return a tiny model of the class ``name``, with a bias on its logits; ``options`` change its configuration.
 
-    Positions of sines stay as they are: Marian does not save them.
+    Positions of sines stay as they are: Marian and M2M-100 do not save them.
     """
     settings: dict[str, Any] = {
         "vocab_size": 101,  # divides by no number of ranks
@@ -34,6 +34,8 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> 
         "attention_dropout": dropout,
         "activation_dropout": dropout,
         "classifier_dropout": dropout,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -58,10 +60,11 @@ _DECODER = ("attentions", "cross_attentions", "hidden_states")
 
 
 def _case(name: str, kind: str, **fields: Any) -> Case:
+    written_out = fields.get("usual", {}).get("attn_implementation")  # where transformers has no other
     settings: dict[str, Any] = {
         "inputs": encoder_decoder_batch,
         "outputs": ("logits",),
-        "options": {"attn_implementation": ("sdpa", "eager")},
+        "options": {"attn_implementation": (written_out,) if written_out else ("sdpa", "eager")},
         "layers": "model.decoder.layers",
         "collectives": (3, 3),
         "sharded": ("q_proj", "out_proj", "fc1", "fc2", "embed_tokens"),
@@ -72,9 +75,14 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
     return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)
 
 
-def _family(family: str, prefix: str, *, words: str = "ForConditionalGeneration", **usual: Any) -> list[Case]:
-    """Return a case for every class that all families have; the one that translates has heads for three ranks too."""
-    return [
+def _family(
+    family: str, prefix: str, *, words: str = "ForConditionalGeneration", alone: bool = True, **usual: Any
+) -> list[Case]:
+    """Return a case for every class that a family has; the one that translates has heads for three ranks too.
+
+    ``alone``: there is a class of the decoder alone.
+    """
+    cases = [
         _case(
             f"{prefix}{'translation' if words == 'MTModel' else 'conditional_generation'}",
             f"{family}{words}",
@@ -96,6 +104,7 @@ def _family(family: str, prefix: str, *, words: str = "ForConditionalGeneration"
             usual=usual,
         ),
     ]
+    return cases if alone else cases[:-1]
 
 
 def _classifiers(family: str, prefix: str, **usual: Any) -> list[Case]:
@@ -109,6 +118,7 @@ def _classifiers(family: str, prefix: str, **usual: Any) -> list[Case]:
 def cases() -> list[Case]:
     """Return a case for every class, and a Marian of two vocabularies."""
     scaled: dict[str, Any] = {"scale_embedding": True}
+    eager: dict[str, Any] = {"attn_implementation": "eager"}
     apart = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 89, "tie_word_embeddings": False}
     return [
         *_family("Bart", ""),
@@ -123,4 +133,11 @@ def cases() -> list[Case]:
             usual={**scaled, **apart},
         ),
         *_family("Pegasus", "pegasus_", **scaled),
+        *_family("Blenderbot", "blenderbot_", **scaled),
+        *_family("BlenderbotSmall", "blenderbot_small_"),
+        *_family("M2M100", "m2m100_", alone=False, **scaled),
+        *_family("Mvp", "mvp_", **eager),
+        *_classifiers("Mvp", "mvp_", **eager),
+        *_family("PLBart", "plbart_", **scaled),
+        _case("plbart_sequence_classification", "PLBartForSequenceClassification", usual=scaled),
     ]

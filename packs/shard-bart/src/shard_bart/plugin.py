@@ -10,16 +10,27 @@ _FAMILIES = {
     "MBart": _ALL,
     "Marian": ("Model", "MTModel", "ForCausalLM"),
     "Pegasus": ("Model", "ForConditionalGeneration", "ForCausalLM"),
+    "Blenderbot": ("Model", "ForConditionalGeneration", "ForCausalLM"),
+    "BlenderbotSmall": ("Model", "ForConditionalGeneration", "ForCausalLM"),
+    "M2M100": ("Model", "ForConditionalGeneration"),
+    "Mvp": _ALL,
+    "PLBart": ("Model", "ForConditionalGeneration", "ForCausalLM", "ForSequenceClassification"),
 }
+#: Where the name of the module is not that of the family in small letters.
+_MODULES = {"BlenderbotSmall": "blenderbot_small", "M2M100": "m2m_100"}
+
+
+def _target(family: str, name: str) -> str:
+    module = _MODULES.get(family, family.lower())
+    return f"transformers.models.{module}.modeling_{module}.{family}{name}"
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve BART, mBART, Marian and Pegasus, and their heads."""
+    """Serve BART and the families that are built like it, and their heads."""
     return [
         PolicySpec(
-            target=f"transformers.models.{family.lower()}.modeling_{family.lower()}.{family}{name}",
-            policy="shard_bart.policy:BartPolicy",
+            target=_target(family, name), policy=f"shard_bart.policy:{'Mvp' if family == 'Mvp' else 'Bart'}Policy"
         )
         for family, names in _FAMILIES.items()
         for name in names

@@ -1,11 +1,11 @@
-"""How BART is sharded, and mBART, Marian and Pegasus, which are built like it under other names.
+"""How BART is sharded, and mBART, Marian, Pegasus, M2M-100 and others, which are built like it under other names.
 
 They differ in where their norms are: behind the blocks of mBART and Pegasus, tokens come together again at one.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from shardcore.policy import ModulePolicy, Rule, Stages
 from shardcore.styles import (
@@ -25,6 +25,9 @@ from shardcore_transformers import BaseModelPolicy
 
 class BartPolicy(BaseModelPolicy):
     """Encoder and decoder, or the decoder alone, with a head or without."""
+
+    #: The sizes of an attention that become those of this rank's heads.
+    sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     labels = ("qa_outputs", "classification_head.dense", "classification_head.out_proj")
     stages = Stages(
@@ -55,7 +58,7 @@ class BartPolicy(BaseModelPolicy):
             **(encoder if hasattr(self.base, "encoder") else {}),
             f"{family}Decoder": [enter_arg("", "encoder_hidden_states"), *self.stack(cross_attentions="heads")],
             f"{family}DecoderLayer": [*self.block(), *self.attention("encoder_attn")],
-            f"{family}Attention": [attribute("num_heads", per_rank)],
+            f"{family}Attention": [attribute(size, per_rank) for size in self.sizes],
             **self.heads(),
         }
 
@@ -82,3 +85,9 @@ class BartPolicy(BaseModelPolicy):
             region(enter=name, col=columns, row=f"{name}.out_proj", heads=f"{name}.num_heads"),
             norm(f"{name}_layer_norm"),
         ]
+
+
+class MvpPolicy(BartPolicy):
+    """MVP without prompts: what heads return is put together by the width that they have."""
+
+    sizes = ("num_heads", "embed_dim")

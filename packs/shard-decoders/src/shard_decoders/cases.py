@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import shard_llama.cases
@@ -167,6 +168,36 @@ _MIXTURES: dict[str, dict[str, Any]] = {
         "collectives": (2, 4),
     },
     "MiniMaxM2": {"usual": {"num_local_experts": 5, "head_dim": 16}, "collectives": (4, 7)},
+    # The second layer sees those two pairs of tokens that a head beside each KV head has chosen.
+    "MiniMaxM3VL": {
+        "headless": "MiniMaxM3VLText",
+        "usual": {
+            "num_local_experts": 5,
+            "intermediate_size": 21,
+            "dense_intermediate_size": 83,
+            "shared_intermediate_size": 23,
+            "mlp_layer_types": ["sparse", "sparse"],
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "index_n_heads": 4,
+            "index_head_dim": 12,
+            "index_block_size": 2,
+            "index_topk_blocks": 2,
+            "swiglu_limit": 0.5,
+        },
+        "shared": {
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "index_n_heads": 2,
+        },
+        "sharded": (*_ROUTED, "indexer.q_proj", "shared_experts.gate_up_proj"),
+        "whole": ("mlp.gate", "indexer.k_proj"),
+        "refuses": ({"num_attention_heads": 7, "num_key_value_heads": 7, "index_n_heads": 7}, {"index_n_heads": 2}),
+        "collectives": (3, 5),
+        "context": False,
+    },
     "Olmoe": {"usual": {"num_experts": 5}, "collectives": (4, 7)},
     "SolarOpen": {
         "usual": {"n_routed_experts": 5, "n_shared_experts": 1, "moe_intermediate_size": 21, "head_dim": 16},
@@ -185,6 +216,9 @@ def mixture(name: str, *, experts: str = "eager", **options: Any) -> Any:
     """Return a tiny mixture of the class ``name``; ``experts`` is how it runs them."""
     model = build(name, **{"num_experts_per_tok": 2, **options})
     model.config._experts_implementation = experts  # the default multiplies in no float64
+    for part, parameter in model.named_parameters():
+        if ".indexer." in part:
+            parameter.requires_grad_(False)  # it chooses, and is not trained with the model
     return model
 
 
@@ -198,4 +232,6 @@ def cases() -> list[Case]:
     fields = {"build": mixture, "sharded": _ROUTED, "whole": ("gate",), "collectives": (2, 3)}
     for family, own in _MIXTURES.items():
         found += mixture_cases(family, prefix=f"{family.lower()}_", **{**fields, **own})
-    return found
+    # Tokens are not split where experts are a region alone, to which they are given as rows.
+    whole = [replace(c.supports, sequence=c.supports.sequence and "minimaxm3" not in c.name) for c in found]
+    return [replace(case, supports=supports) for case, supports in zip(found, whole, strict=True)]

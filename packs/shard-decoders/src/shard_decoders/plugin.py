@@ -36,6 +36,7 @@ _FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "llama4": ("Llama4", "shard_decoders.mixtures:Llama4Policy", ()),
     "mellum": ("Mellum", "shard_decoders.mixtures:MellumPolicy", ()),
     "minimax_m2": ("MiniMaxM2", "shard_decoders.mixtures:MiniMaxM2Policy", ()),
+    "minimax_m3_vl": ("MiniMaxM3VL", "shard_decoders.sparse:MiniMaxM3Policy", ()),
     "nemotron": ("Nemotron", "shard_decoders.policy:NemotronPolicy", _ALL),
     "olmo": ("Olmo", "shard_decoders.policy:OlmoPolicy", _LABELS),
     "olmo2": ("Olmo2", "shard_decoders.policy:Olmo2Policy", _LABELS),
@@ -47,7 +48,7 @@ _FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "starcoder2": ("Starcoder2", "shard_decoders.policy:Starcoder2Policy", _TOKENS),
 }
 #: Families whose names are others without a language model.
-_HEADLESS = {"llama4": "Llama4Text"}
+_HEADLESS = {"llama4": "Llama4Text", "minimax_m3_vl": "MiniMaxM3VLText"}
 
 
 @hookimpl

@@ -78,6 +78,11 @@ _DENSE: dict[str, Any] = {
     "whole": ("q_a_proj", "kv_a_proj_with_mqa"),
     "collectives": (2, 4),
 }
+#: The experts, and the one that every token visits, are each a region of its own.
+_ALONE: dict[str, Any] = {
+    "sharded": (*_LAYER, "shared_experts"),
+    "collectives": (3, 6),
+}
 #: Each token sees 4 of those before it.
 _SELECTED: dict[str, Any] = {
     "usual": {"index_topk": 4, "index_head_dim": 12, "index_n_heads": 3},
@@ -93,7 +98,9 @@ def _latest() -> list[Case]:
     some = {"mlp_layer_types": ["sparse", "sparse"]}
     first = {"mlp_layer_types": ["dense", "sparse", "sparse"], "q_lora_rank": None}
     every = {"indexer_types": ["full", "shared"], **_SELECTED["usual"]}
+    alone = _cases("AXK1", usual=some, shared={"n_group": 1, "mlp_layer_types": first["mlp_layer_types"]}, **_ALONE)
     return [
+        *(replace(c, supports=replace(c.supports, sequence=False, context=False)) for c in alone),
         *_cases("DeepseekV32", **_SELECTED),
         *_cases("GlmMoeDsa", **{**_SELECTED, "usual": every, "shared": {"indexer_types": ["full", "shared", "full"]}}),
         *_cases("Glm4MoeLite", usual=some, shared=first),

@@ -10,6 +10,7 @@ _LABELS = ("ForSequenceClassification",)
 _TOKENS = (*_LABELS, "ForTokenClassification")
 _NEW = "transformers>=5.17"
 _FAMILIES: dict[str, tuple[str, str, tuple[str, ...], str | None]] = {
+    "axk1": ("AXK1", "AXK1Policy", _TOKENS, _NEW),
     "deepseek_v2": ("DeepseekV2", "DeepseekPolicy", _LABELS, "transformers>=5.0.0rc0"),
     "deepseek_v3": ("DeepseekV3", "DeepseekPolicy", _TOKENS, None),
     "deepseek_v32": ("DeepseekV32", "DeepseekV32Policy", (), _NEW),

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from shard_llama.mixtures import MixturePolicy
 from shardcore.policy import Heads, Rule
-from shardcore.styles import partial, region, replicate
+from shardcore.styles import enter_arg, experts, norm, outputs, partial, region, replicate, vocab
 
 
 class DeepseekPolicy(MixturePolicy):
@@ -57,6 +57,32 @@ class DeepseekV32Policy(DeepseekPolicy):
                 partial=_below("self_attn", *latent),
             ),
             partial(*_below("self_attn.indexer", "wq_b", "wk", "k_norm", "weights_proj"), optional=True),
+        ]
+
+
+class AXK1Policy(DeepseekPolicy):
+    """A.X K1: normalizes what its experts return, with the one that every token visits, before the residual.
+
+    That norm reads sums, so that one and the others are regions of their own. Experts are given tokens as rows, which
+    are not split.
+    """
+
+    def decoder(self) -> list[Rule]:
+        """Return the rules of what is around the blocks."""
+        return [vocab("embed_tokens"), norm(self.final, rms=self.rms), outputs(attentions="heads")]
+
+    def feed_forward(self) -> list[Rule]:
+        """Return the rules of what follows the attention in a block."""
+        mlps = ("mlp", "mlp.shared_experts")
+        return [
+            *(
+                region(enter=mlp, col=_below(mlp, *self.columns), row=f"{mlp}.{self.row}", optional=True)
+                for mlp in mlps
+            ),
+            replicate("mlp.gate", optional=True),
+            enter_arg("mlp.experts", "top_k_weights", optional=True),
+            experts("mlp.experts", weights="", router=None, optional=True),
+            norm("mlp.post_mlp_layernorm", rms=self.rms, optional=True),
         ]
 
 

@@ -53,6 +53,62 @@ def inputs(model: Any, seed: int, *, masked: bool = False) -> dict[str, Tensor]:
     return batch
 
 
+#: Of what estimates depth: features of two blocks, one made larger and one smaller.
+_DEPTH: dict[str, Any] = {
+    "patch_size": _PATCH,
+    "reassemble_hidden_size": 44,
+    "reassemble_factors": [2, 0.5],
+    "neck_hidden_sizes": [6, 10],
+    "fusion_hidden_size": 8,
+    "head_hidden_size": 4,
+}
+#: What no call of it reads.
+_UNREAD = ("mask_token", "fusion_stage.layers.0.residual_layer1")
+
+
+def build_depth(name: str, *, dropout: float = 0.0, seed: int = 0, kind: str = "metric", **options: Any) -> Any:
+    """Return a tiny model of the class ``name`` that estimates depth, measured or relative, behind a DINOv2."""
+    backbone: dict[str, Any] = {
+        "model_type": "dinov2",
+        "image_size": _SIZE,
+        "patch_size": _PATCH,
+        "hidden_size": 44,
+        "mlp_ratio": 1,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "out_features": ["stage1", "stage2"],
+        "reshape_hidden_states": False,
+        **dict.fromkeys(_DROPOUTS, dropout),
+        **options,
+    }
+    # The model itself has no attention, and takes no other than this.
+    attention = {"": "eager", "backbone_config": backbone.pop("attn_implementation", "eager")}
+    settings = {
+        **_DEPTH,
+        "backbone_config": backbone,
+        "depth_estimation_type": kind,
+        "attn_implementation": attention,
+    }
+    model = tiny(getattr(transformers, name), seed=seed, **settings)
+    for parameter, tensor in model.named_parameters():
+        tensor.requires_grad_(not any(part in parameter for part in _UNREAD))
+    return model
+
+
+def depth_inputs(model: Any, seed: int) -> dict[str, Tensor]:
+    """Return three images, with depths of a part of their pixels where ``model`` goes by them."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = {"pixel_values": torch.randn(3, 3, _SIZE, _SIZE, generator=generator, dtype=torch.float64)}
+    if "Prompt" in type(model).__name__:
+        batch["prompt_depth"] = 1 + torch.rand(3, 1, 4, 4, generator=generator, dtype=torch.float64)
+    return batch
+
+
+def depth_loss(out: Any) -> Tensor:
+    """Return a loss of depths: a weighted mean of them."""
+    return weighted_mean(out.predicted_depth)
+
+
 def maps_loss(out: Any) -> Tensor:
     """Return a loss of a backbone: a weighted mean of the features of each stage."""
     return weighted_mean(*out.feature_maps)
@@ -98,10 +154,31 @@ def _third() -> list[Case]:
     ]
 
 
+def _depth() -> list[Case]:
+    return [
+        Case(
+            name=name,
+            build=partial(build_depth, kind),
+            inputs=depth_inputs,
+            loss=depth_loss,
+            outputs=("predicted_depth",),
+            options={"attn_implementation": ("eager", "sdpa"), "kind": ("metric", "relative")},
+            layers="backbone.encoder.layer",
+            sharded=("attention.", "mlp."),
+            supports=Supports(tensor_parallel=(1, 2, 3, 4), captured=_CAPTURED),
+        )
+        for name, kind in (
+            ("depth", "DepthAnythingForDepthEstimation"),
+            ("prompted_depth", "PromptDepthAnythingForDepthEstimation"),
+        )
+    ]
+
+
 def cases() -> list[Case]:
     """Return a case for every class, and for both kinds of MLP."""
     return [
         *_second("Dinov2", "dinov2_", "dinov2."),
         *_second("Dinov2WithRegisters", "registers_", "dinov2_with_registers."),
         *(_third() if _HAS_THIRD else []),
+        *_depth(),
     ]

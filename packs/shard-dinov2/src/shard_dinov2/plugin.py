@@ -11,12 +11,14 @@ _FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "dinov2_with_registers": ("Dinov2WithRegisters", "policy:Dinov2", _ALL),
     "dinov3_vit": ("DINOv3ViT", "third:DINOv3ViT", ("Model", "Backbone")),
 }
+#: What estimates depth from the features of a backbone.
+_DEPTH = {"depth_anything": "DepthAnything", "prompt_depth_anything": "PromptDepthAnything"}
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve DINOv2 with registers and without, DINOv3, their classifiers and their backbones."""
-    return [
+    """Serve DINOv2 with registers and without, DINOv3, their classifiers and their backbones, and Depth Anything."""
+    backbones = [
         PolicySpec(
             target=f"transformers.models.{module}.modeling_{module}.{family}{head}",
             policy=f"shard_dinov2.{policy}{'Backbone' if head == 'Backbone' else ''}Policy",
@@ -25,9 +27,17 @@ def shardcore_policies() -> list[PolicySpec]:
         for module, (family, policy, heads) in _FAMILIES.items()
         for head in heads
     ]
+    depth = [
+        PolicySpec(
+            target=f"transformers.models.{module}.modeling_{module}.{family}ForDepthEstimation",
+            policy="shard_dinov2.depth:DepthAnythingPolicy",
+        )
+        for module, family in _DEPTH.items()
+    ]
+    return backbones + depth
 
 
 @hookimpl
 def shardcore_conformance_cases() -> list[str]:
-    """Test every class, both kinds of MLP, and masked patches."""
+    """Test every class, both kinds of MLP, masked patches, and both kinds of depth."""
     return ["shard_dinov2.cases:cases"]

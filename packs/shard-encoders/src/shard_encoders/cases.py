@@ -77,6 +77,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "sharded": ("word_embeddings.weight", "attn.q.bias", "relative_attention_bias"),
     },
     "MegatronBert": {"encoder": "bert", "attention": ("eager",), "supports": replace(_ENCODER, context=False)},
+    "RoFormer": {
+        "encoder": "roformer",
+        "usual": {"embedding_size": 36},
+        "attention": ("eager",),
+        "supports": replace(_ENCODER, context=False),
+    },
     "XLMRobertaXL": {"encoder": "roberta"},
 }
 _HEADS = (

@@ -19,6 +19,7 @@ _FAMILIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("ForCausalLM", "ForNextSentencePrediction", "ForPreTraining", *_ALL),
     ),
     "mpnet": ("MPNet", "shard_encoders.policy:MPNetPolicy", _ALL),
+    "roformer": ("RoFormer", "shard_encoders.policy:RoFormerPolicy", ("ForCausalLM", *_ALL)),
     "xlm_roberta_xl": ("XLMRobertaXL", "shard_encoders.norms_first:XLMRobertaXLPolicy", ("ForCausalLM", *_ALL)),
 }
 

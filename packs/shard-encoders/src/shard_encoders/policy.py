@@ -59,3 +59,24 @@ class MPNetPolicy(BertPolicy):
             attribute(f"{name}.attn.all_head_size", per_rank, optional=optional),
             norm(f"{name}.{self.attended}", optional=optional),
         ]
+
+
+class RoFormerPolicy(BertPolicy):
+    """RoFormer: tokens are turned by a table of sines; embeddings may be narrower than the blocks."""
+
+    stages = Stages(
+        first=("embeddings", "embeddings_project", "encoder.embed_positions"),
+        blocks="encoder.layer",
+        optional="embeddings_project",
+    )
+    added: ClassVar[tuple[str, ...]] = ("token_type_embeddings",)
+    context: ClassVar[str | tuple[str, ...]] = ()  # its attention is written out
+
+    def encoder(self) -> list[Rule]:
+        """Return the rules of what is around the blocks."""
+        return [*super().encoder(), replicate("encoder.embed_positions", "embeddings_project", optional=True)]
+
+    def attention(self, name: str, *, optional: bool = False) -> list[Rule]:
+        """Return the rules of one attention of a block."""
+        heads = attribute(f"{name}.self.all_head_size", per_rank, optional=optional)
+        return [*super().attention(name, optional=optional), heads]

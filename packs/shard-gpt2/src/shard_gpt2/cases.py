@@ -1,4 +1,4 @@
-"""Tiny GPT-2s for the conformance kit: every class that the pack serves, and a decoder with cross-attention."""
+"""Tiny GPT-2s and GPTBigCodes for the conformance kit: every class that the pack serves, and cross-attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = Supports(sequence=True, context=True, captured=("attentions", "hidden_s
 
 
 def build(name: str, *, seed: int = 0, dropout: float = 0.0, **options: Any) -> Any:
-    """Return the GPT-2 of class ``name`` in float64, every parameter random, and no position like another."""
+    """Return the model of class ``name`` in float64, every parameter random, and no position like another."""
     settings: dict[str, Any] = {
         "vocab_size": 101,  # divides by no number of ranks
         "n_embd": 48,
@@ -39,7 +39,7 @@ def build(name: str, *, seed: int = 0, dropout: float = 0.0, **options: Any) -> 
         "attn_implementation": "sdpa",
         **options,
     }
-    config = transformers.GPT2Config(**settings)
+    config = getattr(transformers, name).config_class(**settings)
     if name == "GPT2DoubleHeadsModel":
         config.num_labels = 1  # one score for each choice
     model = getattr(transformers, name)(config)
@@ -70,14 +70,14 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
         theirs = (torch.arange(6) < torch.tensor([6, 4, 5])[:, None]).long()
         batch |= {"encoder_hidden_states": states, "encoder_attention_mask": theirs}
     match name:
-        case "GPT2LMHeadModel":
+        case "GPT2LMHeadModel" | "GPTBigCodeForCausalLM":
             batch["labels"] = ids.masked_fill(mask == 0, -100)
         case "GPT2DoubleHeadsModel":
             last = mask.sum(-1) - 1
             batch |= {"labels": ids.masked_fill(mask == 0, -100), "mc_token_ids": last, "mc_labels": integers(2, 3)}
-        case "GPT2ForTokenClassification":
+        case "GPT2ForTokenClassification" | "GPTBigCodeForTokenClassification":
             batch["labels"] = integers(config.num_labels, *shape).masked_fill(mask == 0, -100)
-        case "GPT2ForSequenceClassification":
+        case "GPT2ForSequenceClassification" | "GPTBigCodeForSequenceClassification":
             batch["labels"] = integers(config.num_labels, 3)
         case "GPT2ForQuestionAnswering":
             batch["start_positions"] = integers(3, 3)
@@ -137,4 +137,20 @@ def cases() -> list[Case]:
         _case("sequence_classification", "GPT2ForSequenceClassification"),
         _case("token_classification", "GPT2ForTokenClassification"),
         _case("question_answering", "GPT2ForQuestionAnswering", outputs=("start_logits", "end_logits")),
+        *_bigcode(),
+    ]
+
+
+def _bigcode() -> list[Case]:
+    """Return the cases of GPTBigCode: one KV head for all, which every rank computes, or one for each head."""
+    plain = replace(_PLAIN, context=False)
+    fields: dict[str, Any] = {"supports": plain, "options": {"attn_implementation": ("sdpa", "eager")}}
+    return [
+        _case("bigcode_causal_lm", "GPTBigCodeForCausalLM", **{**fields, "supports": replace(plain, generation=True)}),
+        _case("bigcode_own_kv_heads", "GPTBigCodeForCausalLM", usual={"multi_query": False}, **fields),
+        _case(
+            "bigcode_model", "GPTBigCodeModel", outputs=("last_hidden_state",), loss=hidden_loss, layers="h", **fields
+        ),
+        _case("bigcode_sequence_classification", "GPTBigCodeForSequenceClassification", **fields),
+        _case("bigcode_token_classification", "GPTBigCodeForTokenClassification", **fields),
     ]

@@ -12,15 +12,21 @@ _MODELS = (
     "GPT2ForTokenClassification",
     "GPT2ForQuestionAnswering",
 )
+_BIGCODE = "transformers.models.gpt_bigcode.modeling_gpt_bigcode"
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve GPT-2 and its heads."""
+    """Serve GPT-2, GPTBigCode, and their heads."""
     double = "GPT2DoubleHeadsModel"
+    heads = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
     return [
         PolicySpec(target=f"{_GPT2}.{double}", policy="shard_gpt2.policy:GPT2DoubleHeadsPolicy"),
         *(PolicySpec(target=f"{_GPT2}.{name}", policy="shard_gpt2.policy:GPT2Policy") for name in _MODELS),
+        *(
+            PolicySpec(target=f"{_BIGCODE}.GPTBigCode{head}", policy="shard_gpt2.bigcode:GPTBigCodePolicy")
+            for head in heads
+        ),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import transformers
@@ -121,6 +122,127 @@ def _state_spaces() -> list[Case]:
     ]
 
 
+def _single_mixers() -> list[Case]:
+    usual: dict[str, Any] = {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe", "linear_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 10,
+        "ssm_state_size": 6,
+        "n_groups": 1,
+        "chunk_size": 4,
+        "use_bias": True,
+        "mlp_bias": False,  # with experts there is none
+        "head_dim": 16,
+        "n_routed_experts": 5,
+        "moe_shared_expert_intermediate_size": 23,
+        "moe_latent_size": 20,
+    }
+    ends_with_experts = ["moe", "linear_attention", "full_attention", "mlp", "moe"]
+    split = ("embeddings", "mixer.q_proj", "mixer.v_proj", "mixer.in_proj", "mixer.out_proj", "mixer.up_proj")
+    return mixture_cases(
+        "NemotronH",
+        prefix="nemotronh_",
+        usual=usual,
+        shared={"n_groups": 4, "moe_latent_size": None, "layers_block_type": ends_with_experts},
+        build=mixture,
+        captured=_HANDS_ON_ROUTERS,
+        sharded=(*split, "experts"),
+        whole=("gate", "latent_proj"),
+        context=False,
+    )
+
+
+def _first_mambas() -> list[Case]:
+    usual: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 0,
+        "mamba_d_state": 6,
+        "mamba_dt_rank": 5,
+        "mamba_proj_bias": True,
+    }
+    return mixture_cases(
+        "Jamba",
+        prefix="jamba_",
+        usual=usual,
+        build=mixture,
+        sharded=(*_ATTENTION, "mamba.in_proj", "mamba.x_proj", "mamba.out_proj", "feed_forward.up_proj", "experts"),
+        whole=("router",),
+        collectives=(3, 5),
+        context=False,
+    )
+
+
+def _shared_blocks() -> list[Case]:
+    # One shared block is used twice; in the second case there are two, of which the first is used again.
+    usual: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "n_mamba_heads": 8,
+        "mamba_d_state": 6,
+        "chunk_size": 4,
+        "add_bias_linear": True,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 6,
+        "use_mem_rope": True,
+    }
+    two: dict[str, Any] = {
+        "layers_block_type": ["hybrid", "hybrid", "hybrid"],
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": False,
+        "use_mem_rope": False,
+        "mamba_ngroups": 4,
+    }
+    found = decoder_cases(
+        "Zamba2",
+        prefix="zamba2_",
+        usual=usual,
+        shared=two,
+        sharded=(*_ATTENTION, "mamba.in_proj", "feed_forward.gate_up_proj", "gate_up_proj_adapter_list"),
+        whole=("layers.0.linear", "layers.1.linear", "layers.2.linear", "adapter_list"),
+        collectives=(4, 9),
+        context=False,
+        tolerance=1e-10,  # a step of AdamW is rounded more than a gradient
+    )
+    # The words are read by blocks behind the first: no stage sends them on.
+    return [replace(c, supports=replace(c.supports, sequence=False, pipeline=False)) for c in found]
+
+
+def _lightning() -> list[Case]:
+    usual: dict[str, Any] = {
+        "layer_types": ["full_attention", "linear_attention"],
+        "block_size": 3,  # tokens fill two of them, and a part of one more
+        "num_local_experts": 5,
+        "head_dim": 12,
+        "linear_attn_alpha_factor": 0.5,
+        "linear_attn_beta_factor": 1.5,
+        "full_attn_beta_factor": 0.75,
+        "mlp_alpha_factor": 1.25,
+    }
+    return mixture_cases(
+        "MiniMax",
+        prefix="minimax_",
+        usual=usual,
+        build=mixture,
+        sharded=(*_ATTENTION, "self_attn.qkv_proj", "self_attn.output_gate", "self_attn.out_proj", "experts"),
+        whole=("gate",),
+        collectives=(3, 6),
+        refuses=({"num_attention_heads": 7, "num_key_value_heads": 7}, {"router_jitter_noise": 0.1}),
+        context=False,
+    )
+
+
 def cases() -> list[Case]:
     """Return the cases of every family, dense and with experts."""
-    return [*_delta_nets(), *_convolutions(), *_state_spaces()]
+    first = _first_mambas() if _HANDS_ON_ROUTERS else []
+    return [
+        *_delta_nets(),
+        *_convolutions(),
+        *_state_spaces(),
+        *_single_mixers(),
+        *_shared_blocks(),
+        *_lightning(),
+        *first,
+    ]

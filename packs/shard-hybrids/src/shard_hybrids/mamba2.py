@@ -18,6 +18,8 @@ class BambaPolicy(HybridPolicy):
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "pre_ff_layernorm")
     final: ClassVar[str] = "final_layernorm"
     mlp: ClassVar[str] = "feed_forward"
+    #: What the configuration calls the features of a head, and of its states.
+    sizes: ClassVar[tuple[str, str]] = ("mamba_d_head", "mamba_d_state")
     #: A mixer multiplies its features by numbers that it keeps.
     multiplied: ClassVar[bool] = False
     mixer: ClassVar[str] = "BambaMixer"
@@ -29,7 +31,7 @@ class BambaPolicy(HybridPolicy):
 
     def mixing(self) -> list[Rule]:
         """Return the rules of a mixer: its linear makes gates, inputs, B, C and the sizes of steps."""
-        size, state = self.model.config.mamba_d_head, self.model.config.mamba_d_state
+        size, state = (getattr(self.model.config, name) for name in self.sizes)
         channels = segments("conv1d", ("query", "key", "key"), sizes=(size, state, state))
         fused = segments("in_proj", ("query", "query", "key", "key", "query"), sizes=(size, size, state, state, 1))
         return [

@@ -5,6 +5,8 @@ from __future__ import annotations
 from shardcore.hooks import PolicySpec, hookimpl
 
 _LABELS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+#: What a family needs beyond the pack: before, what routes tokens in Jamba used the logits that the model hands on.
+_NEEDS = {"jamba": "transformers>=5.23.0rc0"}
 #: By the module of transformers: the policy, and its classes.
 _FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bamba": ("shard_hybrids.mamba2:BambaPolicy", ("BambaModel", "BambaForCausalLM")),
@@ -13,8 +15,14 @@ _FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
         "shard_hybrids.mamba2:GraniteMoeHybridPolicy",
         ("GraniteMoeHybridModel", "GraniteMoeHybridForCausalLM"),
     ),
+    "jamba": ("shard_hybrids.mamba1:JambaPolicy", ("JambaModel", "JambaForCausalLM", "JambaForSequenceClassification")),
     "lfm2": ("shard_hybrids.convolutions:Lfm2Policy", ("Lfm2Model", "Lfm2ForCausalLM")),
     "lfm2_moe": ("shard_hybrids.convolutions:Lfm2MoePolicy", ("Lfm2MoeModel", "Lfm2MoeForCausalLM")),
+    "minimax": (
+        "shard_hybrids.lightning:MiniMaxPolicy",
+        ("MiniMaxModel", "MiniMaxForCausalLM", *(f"MiniMax{head}" for head in _LABELS)),
+    ),
+    "nemotron_h": ("shard_hybrids.single_mixers:NemotronHPolicy", ("NemotronHModel", "NemotronHForCausalLM")),
     "qwen3_5": (
         "shard_hybrids.delta_nets:Qwen35Policy",
         ("Qwen3_5TextModel", "Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification"),
@@ -27,6 +35,10 @@ _FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
         "shard_hybrids.delta_nets:Qwen3NextPolicy",
         ("Qwen3NextModel", "Qwen3NextForCausalLM", *(f"Qwen3Next{head}" for head in _LABELS)),
     ),
+    "zamba2": (
+        "shard_hybrids.shared_blocks:Zamba2Policy",
+        ("Zamba2Model", "Zamba2ForCausalLM", "Zamba2ForSequenceClassification"),
+    ),
 }
 
 
@@ -34,7 +46,9 @@ _FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
 def shardcore_policies() -> list[PolicySpec]:
     """Serve each family, and its heads."""
     return [
-        PolicySpec(target=f"transformers.models.{module}.modeling_{module}.{name}", policy=policy)
+        PolicySpec(
+            target=f"transformers.models.{module}.modeling_{module}.{name}", policy=policy, requires=_NEEDS.get(module)
+        )
         for module, (policy, classes) in _FAMILIES.items()
         for name in classes
     ]

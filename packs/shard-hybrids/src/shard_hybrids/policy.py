@@ -22,7 +22,8 @@ class HybridPolicy(LlamaPolicy):
     @override
     def module_policy(self) -> ModulePolicy:
         here = any(type(module).__name__ == self.mixer for module in self.model.modules())
-        return {**super().module_policy(), **({self.mixer: self.mixing()} if here else {})}
+        blocks: ModulePolicy = {type(block): self.block() for block in self.base.layers}
+        return {**super().module_policy(), **blocks, **({self.mixer: self.mixing()} if here else {})}
 
     def attention(self) -> list[Rule]:
         """Return the rules of the attention of a block, if it has one."""

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from shard_swin.policy import IS_EARLY
 from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
 _SIZE, _PATCH = 12, 2
+#: SegFormer as the pack serves it: with a list of stages.
+_HAS_SEGFORMER = Version(transformers.__version__) >= Version("5.10.0rc0")
 
 
 def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
@@ -33,12 +36,38 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> 
     return tiny(getattr(transformers, name), seed=seed, **settings)
 
 
+def build_segformer(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
+    """Return a tiny SegFormer of the class ``name``: three stages, the first of which has one head."""
+    settings: dict[str, Any] = {
+        "num_encoder_blocks": 3,
+        "depths": (1, 1, 2),
+        "sr_ratios": (2, 3, 1),  # tokens of each side of the image that are one key
+        "hidden_sizes": (16, 20, 32),
+        "patch_sizes": (3, 3, 3),
+        "strides": (2, 1, 2),
+        "num_attention_heads": (1, 5, 4),
+        "mlp_ratios": (1, 2, 3),  # 16, 40 and 96 channels: three ranks divide one of them
+        "decoder_hidden_size": 12,
+        "num_labels": 3,
+        "attn_implementation": "eager",
+        **dict.fromkeys(
+            ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob", "drop_path_rate"),
+            dropout,
+        ),
+        **options,
+    }
+    return tiny(getattr(transformers, name), seed=seed, **settings)
+
+
 def inputs(model: Any, seed: int) -> dict[str, Tensor]:
     """Return three images with what the head of ``model`` learns from."""
     generator = torch.Generator().manual_seed(seed)
     batch = {"pixel_values": torch.randn(3, 3, _SIZE, _SIZE, generator=generator, dtype=torch.float64)}
     name = type(model).__name__
-    if name.endswith("Classification"):
+    if name.endswith("Segmentation"):
+        batch["labels"] = torch.randint(0, 3, (3, _SIZE, _SIZE), generator=generator)
+        batch["labels"][:, 0] = 255  # of no class
+    elif name.endswith("Classification"):
         batch["labels"] = torch.randint(0, 3, (3,), generator=generator)
     elif name.endswith("Modeling"):
         batch["bool_masked_pos"] = torch.rand(3, (_SIZE // _PATCH) ** 2, generator=generator) < 0.4
@@ -85,9 +114,32 @@ def _cases(family: str, usual: dict[str, Any], options: dict[str, tuple[Any, ...
     ]
 
 
+def _segformer() -> list[Case]:
+    def case(name: str, head: str, around: str = "segformer.", **fields: Any) -> Case:
+        settings: dict[str, Any] = {
+            "inputs": inputs,
+            "layers": f"{around}stages.2.blocks",
+            "sharded": ("attention.", "mlp.dwconv"),
+            "whole": ("stages.0.blocks.0.attention.", "mlp."),
+            "supports": Supports(tensor_parallel=(1, 2, 3, 4), captured=("hidden_states",)),
+            **fields,
+        }
+        return Case(name=f"segformer_{name}", build=partial(build_segformer, f"Segformer{head}"), **settings)
+
+    # The head for pixels normalizes over a batch, and reads the states of all stages.
+    pixels = Supports(tensor_parallel=(1, 2, 3, 4), captured=("hidden_states",), micro_batches=False, pipeline=False)
+    ways = {"attn_implementation": ("eager", "sdpa"), "reshape_last_stage": (True, False)}
+    return [
+        case("segmentation", "ForSemanticSegmentation", outputs=("logits",), supports=pixels),
+        case("image_classification", "ForImageClassification", outputs=("logits",), options=ways),
+        case("model", "Model", around="", loss=hidden_loss, outputs=("last_hidden_state",)),
+    ]
+
+
 def cases() -> list[Case]:
     """Return a case for every class, and one with heads that are whole where the ranks do not divide them."""
     # Early releases have one absolute position too many, and no other attention.
     usual = {"attn_implementation": "eager", "use_absolute_embeddings": not IS_EARLY}
     ways = {"attn_implementation": ("eager",) if IS_EARLY else ("eager", "sdpa"), "qkv_bias": (True, False)}
-    return [*_cases("Swin", usual, ways), *_cases("Swinv2", {}, {"pretrained_window_sizes": ((0, 0), (4, 4))})]
+    swins = [*_cases("Swin", usual, ways), *_cases("Swinv2", {}, {"pretrained_window_sizes": ((0, 0), (4, 4))})]
+    return swins + (_segformer() if _HAS_SEGFORMER else [])

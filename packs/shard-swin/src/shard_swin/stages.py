@@ -20,37 +20,47 @@ from shardcore.styles import replicate
 
 @dataclass(frozen=True, slots=True)
 class HeadsOfStages:
-    """A check that the ranks divide the heads of at least one stage: else all attention would be whole on all of them.
+    """A check that the ranks can share the heads of a stage, at least of one: else all attention would be whole.
 
     Attributes:
-        heads: the attribute of ``model.config`` with the numbers of heads.
+        heads: the attribute of ``model.config`` with the numbers of heads; dots reach into configurations inside.
+        uneven: ranks may have unequal numbers of heads.
     """
 
     heads: str
+    uneven: bool = False
 
     def problem(self, model: nn.Module, ranks: int) -> tuple[str, str] | None:
         """Return what is wrong and what to do, or None."""
-        counts: list[int] = list(getattr(model.config, self.heads))
-        if not all(count % ranks for count in counts):
+        counts: list[int] = list(operator.attrgetter(self.heads)(model.config))
+        if any(_can_share(count, ranks, uneven=self.uneven) for count in counts):
             return None
         what = f"of stages with {', '.join(map(str, counts))} heads ({self.heads}) none can be split over {ranks} ranks"
+        if self.uneven:
+            return what, f"use a tensor_parallel_size of at most {max(counts)}"
         return what, "use a tensor_parallel_size that divides the heads of one of them"
 
 
-def shared(heads: str, *rules: Rule) -> Rule:
-    """Say ``rules`` of layers whose heads the ranks divide; elsewhere every rank has all of their attention.
+def shared(count: str, *rules: Rule, whole: str = "attention", uneven: bool = False) -> Rule:
+    """Say ``rules`` of layers whose heads or channels the ranks can share; elsewhere every rank has all of them.
 
     Args:
-        heads: the attribute of a layer that counts its heads.
+        count: the attribute of a layer that counts them.
         *rules: what is split, and the attributes that count it.
+        whole: the module that every rank has whole elsewhere.
+        uneven: ranks may have unequal numbers of them.
     """
 
     def plan(scope: Scope) -> None:
-        divides = operator.attrgetter(heads)(scope.module) % scope.ranks == 0
-        for rule in rules if divides else (replicate("attention"),):
+        shares = _can_share(operator.attrgetter(count)(scope.module), scope.ranks, uneven=uneven)
+        for rule in rules if shares else (replicate(whole),):
             rule.plan(scope)
 
-    return Word(text=f"shared({heads!r}, {', '.join(map(str, rules))})", planned=plan)
+    return Word(text=f"shared({count!r}, {', '.join(map(str, rules))})", planned=plan)
+
+
+def _can_share(count: int, ranks: int, *, uneven: bool) -> bool:
+    return count >= ranks if uneven else count % ranks == 0
 
 
 class StageAttentions(ParallelMixin):

@@ -18,6 +18,27 @@ from shardcore_testing import Case, Supports, hidden_loss, weighted_mean
 _HAS_RELATIVES = Version(transformers.__version__) >= Version("5.9.0rc0")
 #: What becomes of the keyword ``dropout``.
 _VIT_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+#: Of a masked autoencoder: 11 tokens go through the encoder, and 37 through the decoder, which has heads of its own.
+_MAE: dict[str, Any] = {
+    "mask_ratio": 0.7,
+    "decoder_hidden_size": 32,
+    "decoder_num_attention_heads": 8,
+    "decoder_num_hidden_layers": 2,
+    "decoder_intermediate_size": 41,
+}
+#: Of DPT: features of both blocks, one made larger and one smaller.
+_DPT: dict[str, Any] = {
+    "backbone_out_indices": [0, 1],
+    "reassemble_factors": [2, 0.5],
+    "neck_hidden_sizes": [6, 10],
+    "fusion_hidden_size": 8,
+    "backbone_config": None,
+}
+#: What no head of it reads.
+_UNREAD = ("fusion_stage.layers.0.residual_layer1", "dpt.layernorm", "mask_token")
+#: Of YOLOS: 24 patches, the class token, and 4 tokens that detect.
+_YOLOS: dict[str, Any] = {"image_size": [16, 24], "num_detection_tokens": 4}
+_OWN = {"DPT": _DPT, "ViTMAE": _MAE, "Yolos": _YOLOS}
 _TIMM_DROPOUTS = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
 
 
@@ -43,10 +64,18 @@ def build_vit(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any)
         "num_labels": 10,
         "attn_implementation": "eager",
         **dict.fromkeys(_VIT_DROPOUTS, dropout),
+        **next((own for family, own in _OWN.items() if name.startswith(family)), {}),
         **options,
     }
     model_class = getattr(transformers, name)
-    return randomize(model_class(model_class.config_class(**settings)), seed).to(torch.float64)
+    model: Any = randomize(model_class(model_class.config_class(**settings)), seed).to(torch.float64)
+    if name.startswith("DPTFor"):
+        for parameter, tensor in model.named_parameters():
+            tensor.requires_grad_(not any(part in parameter for part in _UNREAD))
+    if name.endswith("DepthEstimation"):
+        with torch.no_grad():
+            model.head.head[4].bias.fill_(1.0)  # depths are cut off at 0, below which nothing would be learned
+    return model
 
 
 def build_timm(*, distilled: bool = False, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
@@ -77,12 +106,18 @@ def images(size: int, seed: int, rows: int = 3) -> Tensor:
 def _vit_inputs(model: Any, seed: int) -> dict[str, Tensor]:
     inputs = {"pixel_values": images(model.config.image_size, seed)}
     generator = torch.Generator().manual_seed(seed)
+    patches = (model.config.image_size // model.config.patch_size) ** 2
     if type(model).__name__.removeprefix("FSDP").endswith("Classification"):
         inputs["labels"] = torch.randint(0, model.config.num_labels, (3,), generator=generator)
+    elif "MAE" in type(model).__name__:
+        inputs["noise"] = torch.rand(3, patches, generator=generator)  # the patches with the most of it are hidden
     elif "Masked" in type(model).__name__:
-        patches = (model.config.image_size // model.config.patch_size) ** 2
         inputs["bool_masked_pos"] = torch.rand(3, patches, generator=generator) < 0.4
     return inputs
+
+
+def _yolos_inputs(model: Any, seed: int) -> dict[str, Tensor]:
+    return {"pixel_values": images(24, seed)[:, :, :16]}
 
 
 def _timm_inputs(model: Any, seed: int) -> dict[str, Tensor]:
@@ -97,6 +132,14 @@ def _loss_of_both(out: Any) -> Tensor:
     return weighted_mean(out.cls_logits, out.distillation_logits)
 
 
+def _loss_of_depths(out: Any) -> Tensor:
+    return weighted_mean(out.predicted_depth)
+
+
+def _loss_of_boxes(out: Any) -> Tensor:
+    return weighted_mean(out.logits, out.pred_boxes)
+
+
 def cases() -> list[Case]:
     """Return the models of transformers, and those of timm where it is installed."""
     vit: dict[str, Any] = {
@@ -109,7 +152,22 @@ def cases() -> list[Case]:
     states: dict[str, Any] = {"loss": hidden_loss, "outputs": ("last_hidden_state", "pooler_output")}
     unpooled: dict[str, Any] = {"loss": hidden_loss, "outputs": ("last_hidden_state",)}
     logits: dict[str, Any] = {"outputs": ("logits",)}
+    boxes: dict[str, Any] = {
+        "inputs": _yolos_inputs,
+        "loss": _loss_of_boxes,
+        "outputs": ("logits", "last_hidden_state"),
+    }
+    between = Supports(captured=("attentions", "hidden_states"))  # positions between blocks are those of all tokens
     pixels: dict[str, Any] = {"outputs": ("reconstruction",), "supports": masked}
+    # The loss goes by the mask, which is made where the first patches are.
+    drawn: dict[str, Any] = {
+        "layers": "decoder.decoder_layers",
+        "outputs": ("logits", "mask"),
+        "supports": replace(vit["supports"], pipeline=False),
+    }
+    several = replace(vit["supports"], context=False)  # the head reads all tokens of several blocks
+    refused = ({"use_batch_norm_in_fusion_residual": True},)
+    depths: dict[str, Any] = {"loss": _loss_of_depths, "outputs": ("predicted_depth",)}
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ("ViTModel", states),
         "image_classification": ("ViTForImageClassification", logits),
@@ -123,14 +181,46 @@ def cases() -> list[Case]:
             "deit_masked_image_modeling": ("DeiTForMaskedImageModeling", pixels),
             "ijepa_model": ("IJepaModel", unpooled),
             "ijepa_image_classification": ("IJepaForImageClassification", logits),
+            "mae_pretraining": ("ViTMAEForPreTraining", drawn),
+            "mae_model": ("ViTMAEModel", unpooled),
+            "dpt_depth": ("DPTForDepthEstimation", {**depths, "supports": several, "refuses": refused}),
+            "dpt_model": ("DPTModel", states),
+            "yolos_detection": ("YolosForObjectDetection", {**boxes, "supports": between}),
+            "yolos_model": (
+                "YolosModel",
+                {**states, "inputs": _yolos_inputs, "with_": {"use_mid_position_embeddings": False}},
+            ),
             "msn_model": ("ViTMSNModel", unpooled),
             "msn_image_classification": ("ViTMSNForImageClassification", logits),
         }
+    if _HAS_RELATIVES and importlib.util.find_spec("shard_dinov2"):
+        kinds["dpt_backbone"] = ("DPTForDepthEstimation", {**depths, **_behind_a_backbone()})
     found = [
-        Case(name=name, build=functools.partial(build_vit, kind), **{**vit, **fields})
+        Case(name=name, build=functools.partial(build_vit, kind, **fields.pop("with_", {})), **{**vit, **fields})
         for name, (kind, fields) in kinds.items()
     ]
     return found + (_timm_cases() if importlib.util.find_spec("timm") else [])
+
+
+def _behind_a_backbone() -> dict[str, Any]:
+    """Return what is other in a DPT behind a DINOv2, which is left to its own pack."""
+    backbone = {
+        "model_type": "dinov2",
+        "image_size": 24,
+        "patch_size": 4,
+        "hidden_size": 48,
+        "mlp_ratio": 1,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "out_features": ["stage1", "stage2"],
+        "reshape_hidden_states": False,
+    }
+    sizes = (1, 2, 3, 4)
+    return {
+        "with_": {"backbone_config": backbone},
+        "options": {"attn_implementation": ("eager", "sdpa")},
+        "supports": Supports(tensor_parallel=sizes, captured=("attentions", "hidden_states"), dropout=False),
+    }
 
 
 #: Variants of timm's models, by name, and the options that make them.

@@ -6,12 +6,23 @@ from shardcore.hooks import PolicySpec, hookimpl
 
 _LABELS = ("Model", "ForImageClassification")
 _ALL = (*_LABELS, "ForMaskedImageModeling")
+_BOXES = ("Model", "ForObjectDetection")
 #: By the module of transformers: what the names of its classes begin with, and the heads.
 _FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "deit": ("DeiT", (*_ALL, "ForImageClassificationWithTeacher")),
+    "dpt": ("DPT", ("Model", "ForDepthEstimation")),
     "ijepa": ("IJepa", _LABELS),
     "vit": ("ViT", _ALL),
+    "vit_mae": ("ViTMAE", ("Model", "ForPreTraining")),
     "vit_msn": ("ViTMSN", _LABELS),
+    "yolos": ("Yolos", _BOXES),
+}
+#: The policies of classes that have one of their own.
+_OWN = {
+    "DPTModel": "shard_vit.before59:OldViTPolicy",
+    "DPTForDepthEstimation": "shard_vit.dpt:DPTForDepthEstimationPolicy",
+    "ViTMAEForPreTraining": "shard_vit.mae:ViTMAEForPreTrainingPolicy",
+    **{f"Yolos{head}": "shard_vit.yolos:YolosPolicy" for head in _BOXES},
 }
 #: transformers 5.9 renamed the modules of ViT. Only ViT itself is served before.
 _NEW, _OLD = "transformers>=5.9.0rc0", "transformers<5.9.0rc0"
@@ -31,7 +42,7 @@ def shardcore_policies() -> list[PolicySpec]:
         *(
             PolicySpec(
                 target=f"transformers.models.{module}.modeling_{module}.{family}{head}",
-                policy="shard_vit.policy:ViTPolicy",
+                policy=_OWN.get(f"{family}{head}", "shard_vit.policy:ViTPolicy"),
                 requires=_NEW,
             )
             for module, (family, heads) in _FAMILIES.items()

@@ -15,21 +15,27 @@ class ViTPolicy(BaseModelPolicy):
     checks = (Heads("num_attention_heads"),)
     stages = Stages(first="embeddings", blocks="layers", last=("layernorm", "pooler"), optional="pooler")
     blocks: ClassVar[str] = "layers"
-    labels = ("classifier", "cls_classifier", "distillation_classifier", "decoder")
+    #: The attention that context parallelism may compute.
+    divided: ClassVar[str | tuple[str, ...]] = "attention"
+    labels: ClassVar[tuple[str, ...]] = ("classifier", "cls_classifier", "distillation_classifier", "decoder")
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the encoder and of its head."""
         return {
             self.base.embeddings: [replicate("")],
             type(self.base.get_submodule(f"{self.blocks}.0")): self.block(),
-            self.base: [
-                sequence(scatter=f"{self.blocks}[0]", gather="layernorm", attention="attention"),
-                norm("layernorm"),
-                replicate("pooler", optional=True),
-                outputs(attentions="heads", hidden_states="sequence"),
-            ],
+            self.base: self.encoder(),
             **self.heads(),
         }
+
+    def encoder(self) -> list[Rule]:
+        """Return the rules of what is around the blocks."""
+        return [
+            sequence(scatter=f"{self.blocks}[0]", gather="layernorm", attention=self.divided),
+            norm("layernorm"),
+            replicate("pooler", optional=True),
+            outputs(attentions="heads", hidden_states="sequence"),
+        ]
 
     def block(self) -> list[Rule]:
         """Return the rules of one block."""
@@ -39,7 +45,7 @@ class ViTPolicy(BaseModelPolicy):
                 enter="attention",
                 col=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
                 row="attention.o_proj",
-                unit="head",
+                heads="attention.num_attention_heads",
             ),
             region(col="mlp.fc1", row="mlp.fc2"),
         ]

@@ -1,1 +1,1 @@
-"""Models of images and text of transformers, for shardcore."""
+"""Models of images, sounds and text of transformers, for shardcore."""

@@ -1,4 +1,4 @@
-"""How models of images and text are sharded: each model inside by the policy of its class, what joins them whole."""
+"""How models of images, sounds and text are sharded: each model inside by the policy of its class, joints whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardcore_transformers import PretrainedPolicy
 
 
 class VisionLanguagePolicy(PretrainedPolicy):
-    """A tower of images, a projector that makes tokens of what it sees, and a language model, whichever they are."""
+    """Towers, projectors that make tokens of what these see or hear, and a language model, whichever they are."""
 
     @override
     def set_model(self, model: nn.Module) -> None:
@@ -33,5 +33,5 @@ class VisionLanguagePolicy(PretrainedPolicy):
         if self.inside is self.model:
             return rules
         heads = [head("lm_head", optional=True), replicate("score", optional=True)]
-        alone = [calls("get_image_features")] if hasattr(self.model, "get_image_features") else []
-        return {**rules, self.model: [*heads, *alone]}
+        alone = [name for name in ("get_image_features", "get_audio_features") if hasattr(self.model, name)]
+        return {**rules, self.model: [*heads, *([calls(*alone)] if alone else [])]}

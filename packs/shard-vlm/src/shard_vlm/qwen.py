@@ -30,12 +30,16 @@ class Qwen2VLTowerPolicy(PretrainedPolicy):
             type(self.model.patch_embed): [replicate("proj")],
             type(self.model.blocks[0]): [
                 norm("norm1", "norm2", rms=self.rms),
-                region(col=segments("attn.qkv", 3), row="attn.proj", heads="attn.num_heads"),
+                self.projections(),
                 attribute("attn.num_heads", per_rank),
                 region(enter="mlp", col=tuple(f"mlp.{name}" for name in self.columns), row=f"mlp.{self.row}"),
             ],
             type(self.model.merger): [norm(normalizes, rms=self.rms), region(col=column, row=row)],
         }
+
+    def projections(self) -> Rule:
+        """Return the rule of the attention of a block."""
+        return region(col=segments("attn.qkv", 3), row="attn.proj", heads="attn.num_heads")
 
 
 class Qwen25VLTowerPolicy(Qwen2VLTowerPolicy):

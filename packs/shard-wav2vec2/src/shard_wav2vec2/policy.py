@@ -27,22 +27,27 @@ class Wav2Vec2Policy(BaseModelPolicy):
 
     #: The attention that context parallelism may compute.
     divided: ClassVar[str | tuple[str, ...]] = "attention"
+    #: What makes features of sound, in front of the encoder; not all models have all of it.
+    front: ClassVar[tuple[str, ...]] = ("feature_extractor", "feature_projection", "masked_spec_embed")
 
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the model and of its head."""
-        encoder, adapter = self.base.encoder, getattr(self.base, "adapter", None)
+        encoder = self.base.encoder
         return {
             self.base: [
-                replicate("feature_extractor", "feature_projection"),
-                replicate("masked_spec_embed", "adapter", optional=True),
+                replicate(*self.front, optional=True),
                 shared_numpy("_mask_hidden_states"),
                 self.captured(),
             ],
             encoder: self.encoder(),
             type(encoder.layers[0]): [*self.attention(), *self.block()],
-            **({} if adapter is None else {adapter: [shared_numpy("forward")]}),
+            **({} if getattr(self.base, "adapter", None) is None else self.adapter()),
             **self.heads(),
         }
+
+    def adapter(self) -> ModulePolicy:
+        """Return the rules of the convolutions that follow the encoder: each may be left out, on all ranks."""
+        return {self.base.adapter: [replicate(""), shared_numpy("forward")]}
 
     def encoder(self) -> list[Rule]:
         """Return the rules of what is around the blocks."""

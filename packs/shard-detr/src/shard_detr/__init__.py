@@ -1,0 +1,1 @@
+"""Detectors of transformers that are built like DETR, for shardcore."""
