@@ -14,15 +14,34 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import census  # noqa: E402  # from tools/
+from census_page import page  # noqa: E402  # from tools/
 
-EXACT = {"class": "A", "state": "exact", "way": "inferred", "error": 3e-15, "split": 0.9, "attention": 1.0}
+WAYS = {
+    "sequence": "exact",
+    "pipeline": "refused: A has | one block",
+    "lazy": "failed: KeyError",
+    "save": "",
+    "generate": "",
+}
+EXACT = {
+    "class": "A",
+    "state": "exact",
+    "way": "inferred",
+    "error": 3e-15,
+    "split": 0.9,
+    "attention": 1.0,
+    "ways": WAYS,
+}
 PACKED = {**EXACT, "class": "B", "way": "llama", "attention": None}
 REFUSED = {"class": "C", "state": "refused", "way": "inferred", "reason": "nothing | could\nbe `split`"}
 
 
 def test_a_row_for_each_class_and_the_totals() -> None:
-    text = census.page({each["class"]: each for each in (REFUSED, PACKED, EXACT)}, missing=4, release="5.0")
-    assert "| `A` | inferred | 3e-15 | 0.90 | 1.00 |\n| `B` | llama | 3e-15 | 0.90 |  |\n" in text
+    text = page({each["class"]: each for each in (REFUSED, PACKED, EXACT)}, missing=4, release="5.0")
+    assert "| `A` | inferred | 3e-15 | 0.90 | 1.00 | yes | no | **failed** |  |  |\n" in text
+    assert "| `B` | llama | 3e-15 | 0.90 |  | yes | no | **failed** |  |  |\n" in text
+    assert "| pipeline | 1 | `A` | `refused: it has / one block` |" in text
+    assert "sequence 2 of 2 (0 differ), pipeline 0 of 2 (0 differ)" in text
     assert "| `C` | inferred | refused | `nothing / could be split` |" in text
     assert "Of 7 classes 3 were measured: 2 are exact, 0 differ, 1 are refused" in text
     assert "4 were not reached. Of the 2 exact ones 1 have no pack; of the 1 with attention modules 1 have more" in text

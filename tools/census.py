@@ -5,9 +5,10 @@
     python tools/census.py --minutes 30                   # as many as half an hour allows; the next run goes on
     python tools/census.py --table                        # measure nothing: write the page
 
-A class is built with few layers and random float64 weights from its own configuration, sharded with its pack or else
-with a policy that is inferred (`policy="infer"`, from a smaller copy of other sizes), and compared with the unsharded
-model: the loss, every output and every gradient. The results are in ``.nox/census.jsonl``, one line for each class.
+A class is built with few layers and random float64 weights from its own configuration, or else as the conformance kit
+of its pack does. It is sharded with its pack or else with a policy that is inferred (`policy="infer"`, from a smaller
+copy of other sizes), and compared with the unsharded model: the loss, every output and every gradient. The results are
+in ``.nox/census.jsonl``, one line for each class.
 
     the tool (torch, transformers) ── fork ──> a class: the model, the policy ── fork ──> two ranks
 """
@@ -35,33 +36,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from census_page import page, totals  # from tools/
+from census_ranks import RANKS, WAYS, Compared, answer_of_rank, loss_of  # from tools/
+from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from shardcore import shard
 from shardcore.errors import NoPolicyError, ShardcoreError
 from shardcore.plugins.registry import default_registry
 from shardcore_scaffold.infer import answer
 from shardcore_scaffold.inferred import policy_from
 from shardcore_scaffold.small import small_model
 from shardcore_testing.islands import no_float32_islands
+from shardcore_testing.subject import Subject, cases_of
 
-__all__ = ["main", "page", "totals"]
+__all__ = ["main"]
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "census.md"
 RESULTS = ROOT / ".nox" / "census.jsonl"
 
 _FORK = multiprocessing.get_context("fork")
-_RANKS = 2
 _LIMIT = 120.0  # seconds for a class
-_MOST = 0.5  # of the parameters of attention modules
-_BOUND = 1e-10  # of the largest entry: what is larger is a difference and no rounding
 #: Sizes of the model that is compared, where they differ from those of the copy that a policy is inferred from: what is
 #: right by accident in the copy is wrong here.
 _SIZES = {"words": 131, "heads": 8, "width": 64, "inner": 72}
@@ -76,35 +73,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": [*["conv"] * 2, "full_attention", *["conv"] * 29]},
     "qwen2_5_vl_text": _MROPE,
     "qwen2_vl_text": _MROPE,
+    "xmod": {"default_language": "en_XX"},
 }
-
-_HEADER = """# Census of transformers
-
-Model classes with a head in transformers {release}, with few layers and random float64 weights, sharded over two
-tensor-parallel ranks beside the same model unsharded. What is compared is the loss, every output and every gradient of
-one call. A class that no pack serves is sharded by `policy="infer"`, whose policy is found on a copy of other sizes
-than those of the model that is compared. The proof that `infer` runs by default is not part of it: it trains too, and
-refuses some of these classes.
-
-{totals}
-
-* **way**: the pack that serves the class, or `inferred`; *text* where the class takes images or sounds too, and no call
-  with them is known to the tool: what only they reach is whole on each rank.
-* **error**: the largest difference, relative to the largest gradient, or to the loss.
-* **split**: the share of the small model's parameters of which a rank holds a part; **attention**: the same of those
-  that attention modules hold. Tables are large in small models: these shares say little of a large one.
-
-`nox -s census` measures the classes that are missing here, and writes this page.
-"""
-_STATES = {
-    "exact": "are exact",
-    "differs": "differ",
-    "refused": "are refused with a reason before anything is changed",
-    "not built": "could not be built or called here",
-    "random": "draw numbers, so that two calls of the unsharded model differ",
-    "failed": "ended otherwise, as the table says",
-}
-_SHORT = 240  # characters of a reason
 
 
 def classes() -> dict[str, str]:
@@ -138,12 +108,15 @@ def _planned(kind: str) -> bool:
 def measure(name: str) -> dict[str, Any]:
     """Return what one class comes to: its ``state``, with the ``reason`` or the errors."""
     cls = getattr(transformers, name)
+    found: dict[str, Any] = {}
+    policy, left_out = None, ""
     try:
         small = small_model(cls, _configuration(cls), sizes=_SIZES)
+        model, inputs, left_out = small.model.requires_grad_(), small.inputs, small.left_out
     except ShardcoreError as error:
-        return {"state": "not built", "reason": str(error)}
-    model, inputs, policy = small.model.requires_grad_(), small.inputs, None
-    found: dict[str, Any] = {}
+        if (case := _case_of(cls)) is None:
+            return {"state": "not built", "reason": str(error)}
+        model, inputs = case
     try:
         found["way"] = default_registry().resolve(cls).pack.name
     except NoPolicyError:
@@ -153,23 +126,42 @@ def measure(name: str) -> dict[str, Any]:
         except ShardcoreError as error:
             return {**found, "state": "refused", "reason": str(error)}
         found["doubts"] = list(dict.fromkeys(told["doubts"]))
-        found["way"] += ", text" if small.left_out else ""
+        found["way"] += ", text" if left_out else ""
         policy = policy_from(name, told["source"])
     reference = copy.deepcopy(model)
-    wanted = _loss(reference(**copy.deepcopy(inputs)))  # which some change
-    if not torch.equal(wanted, _loss(copy.deepcopy(model)(**copy.deepcopy(inputs)))):
+    wanted = loss_of(reference(**copy.deepcopy(inputs)))  # which some change
+    if not torch.equal(wanted, loss_of(copy.deepcopy(model)(**copy.deepcopy(inputs)))):
         return {**found, "state": "random", "reason": "two calls of the unsharded model differ: it draws numbers"}
     wanted.backward()
     if not all(torch.isfinite(p.grad).all() for p in reference.parameters() if p.grad is not None):
         return {**found, "state": "not built", "reason": "the unsharded model has gradients that are not finite"}
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        ranks = [
-            _Child(functools.partial(_on_rank, rank, store, model, inputs, policy, reference, wanted.detach()))
-            for rank in range(_RANKS)
-        ]
+        compared = Compared(model, inputs, policy, Path(folder))
+        with contextlib.suppress(Exception):  # nothing is there then
+            copy.deepcopy(model).save_pretrained(compared.saved)
+        ranks = [_Child(functools.partial(answer_of_rank, rank, compared)) for rank in range(RANKS)]
         answers = [child.answer(_LIMIT) for child in ranks]
-    return found | max(answers, key=lambda each: (each["state"] != "exact", each.get("error", 0.0)))
+    worst = max(answers, key=lambda each: (each["state"] != "exact", each.get("error", 0.0)))
+    if worst["state"] == "exact":  # what one rank says of a way says more than "exact"
+        worst["ways"] = {way: max((each["ways"][way] for each in answers), key=_by_trouble) for way in WAYS}
+    return found | worst
+
+
+def _case_of(cls: type[nn.Module]) -> tuple[nn.Module, dict[str, Any]] | None:
+    """Return a small model of a class that the conformance kit of its pack has, in evaluation, and a call of it."""
+    try:
+        pack = default_registry().resolve(cls).pack
+    except NoPolicyError:
+        return None
+    for case in cases_of(pack.cases):
+        subject = Subject(case=case, tp=RANKS)
+        if RANKS in case.supports.tensor_parallel and type(model := subject.build()) is cls:
+            return model.eval(), subject.inputs(model)
+    return None
+
+
+def _by_trouble(said: str) -> tuple[bool, bool]:
+    return said not in ("", "exact"), said == "exact"
 
 
 def _configuration(cls: Any) -> Any:
@@ -180,56 +172,6 @@ def _configuration(cls: Any) -> Any:
             fresh = type(part)(**given)
             config = fresh if part is config else type(config)(text_config=fresh.to_dict())
     return config
-
-
-def _loss(out: Any) -> Tensor:
-    """Return a weighted sum of all that a model returned, its own loss included."""
-    generator = torch.Generator().manual_seed(5)
-    leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    weights = [torch.randn(leaf.shape, generator=generator, dtype=torch.float64) for leaf in leaves]
-    return torch.stack([(leaf * weight).mean() for leaf, weight in zip(leaves, weights, strict=True)]).sum()
-
-
-def _largest(tensor: Tensor) -> float:
-    """Return the largest absolute value, which is infinite if there is no number."""
-    return float(tensor.abs().max().nan_to_num(nan=torch.inf)) if tensor.numel() else 0.0
-
-
-def _on_rank(
-    rank: int, store: str, model: Any, inputs: Any, policy: Any, reference: nn.Module, wanted: Tensor
-) -> dict[str, Any]:
-    dist.init_process_group("gloo", store=dist.FileStore(store, _RANKS), rank=rank, world_size=_RANKS)
-    try:
-        sharded = shard(model, tp=_RANKS, policy=policy)
-    except ShardcoreError as error:
-        return {"state": "refused", "reason": str(error)}
-    got = _loss(sharded(**inputs))
-    got.backward()
-    errors = {"loss": _largest((got - wanted) / wanted.abs().clamp_min(1.0))}
-    mine, sizes, scale = dict(sharded.named_parameters(remove_duplicate=False)), Counter[str](), 0.0
-    for name, parameter in reference.named_parameters(remove_duplicate=False):
-        own = mine[name]
-        part = own.to_local() if isinstance(own, DTensor) else own
-        kind = "attention" if "att" in name.lower() else "rest"
-        sizes[kind] += parameter.numel()
-        sizes[f"{kind} split"] += parameter.numel() * (part.numel() < parameter.numel())
-        if (own.grad is None) != (parameter.grad is None):
-            return {"state": "differs", "reason": f"{name}: one has a gradient, and the other has none"}
-        if parameter.grad is not None:
-            whole = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
-            scale = max(scale, _largest(parameter.grad))
-            errors[name] = _largest(whole - parameter.grad)
-    errors = {name: error if name == "loss" else error / (scale or 1.0) for name, error in errors.items()}
-    worst = max(errors, key=errors.__getitem__)
-    split, attention = sizes["attention split"] + sizes["rest split"], sizes["attention"]
-    found = {
-        "error": errors[worst],
-        "split": split / (attention + sizes["rest"]),
-        "attention": sizes["attention split"] / attention if attention else None,
-    }
-    if errors[worst] > _BOUND:
-        return {**found, "state": "differs", "reason": f"{worst} is off by {errors[worst]:.0e}"}
-    return {**found, "state": "exact"}
 
 
 class _Child:
@@ -294,38 +236,6 @@ def read(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return {line["class"]: line for line in map(json.loads, lines)}
 
 
-def totals(results: Mapping[str, Mapping[str, Any]], missing: int) -> str:
-    """Return the numbers in words; ``missing`` classes have no result."""
-    counts = Counter(result["state"] for result in results.values())
-    exact = [result for result in results.values() if result["state"] == "exact"]
-    attending = [result for result in exact if result["attention"] is not None]
-    split = sum(result["attention"] > _MOST for result in attending)
-    said = [f"{counts[state]} {words}" for state, words in _STATES.items() if counts[state] or state == "differs"]
-    inferred = sum(result["way"].startswith("inferred") for result in exact)
-    return (
-        f"Of {len(results) + missing} classes {len(results)} were measured: {', '.join(said)}; {missing} were not "
-        f"reached. Of the {len(exact)} exact ones {inferred} have no pack; of the {len(attending)} with attention "
-        f"modules {split} have more than half of their parameters split."
-    )
-
-
-def page(results: Mapping[str, Mapping[str, Any]], missing: int, release: str) -> str:
-    """Return the page: the totals, and a row for each class."""
-    lines = [_HEADER.format(release=release, totals=totals(results, missing))]
-    lines += ["| class | way | error | split | attention |", "|---" * 5 + "|"]
-    others = ["", "## Not exact", "", "| class | way | | why |", "|---" * 4 + "|"]
-    for name, result in sorted(results.items()):
-        way = result.get("way", "")
-        if result["state"] == "exact":
-            attention = "" if result["attention"] is None else f"{result['attention']:.2f}"
-            lines.append(f"| `{name}` | {way} | {result['error']:.0e} | {result['split']:.2f} | {attention} |")
-        else:
-            why = " ".join(result["reason"].split()).replace("|", "/")
-            why = why if len(why) <= _SHORT else f"{why[:_SHORT]} ..."
-            others.append(f"| `{name}` | {way} | {result['state']} | `{why.replace('`', '')}` |")
-    return "\n".join([*lines, *others, ""])
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -333,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no class after so many")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     kinds = classes()
@@ -347,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(names, kinds, given.minutes, given.results)
     results = {name: result for name, result in read(given.results).items() if name in kinds}
     missing = len(kinds.keys() - results.keys())
-    PAGE.write_text(page(results, missing, transformers.__version__), encoding="utf-8")
+    given.page.write_text(page(results, missing, transformers.__version__), encoding="utf-8")
     print(totals(results, missing))
 
 

@@ -6,10 +6,12 @@ The noxfile imports this module, which makes them sessions of its own.
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from pathlib import Path
 
 import nox
+from newest_release import table
 from nox.command import CommandFailed
 
 from cells import Cell, cells_of, floors_of, newest_of  # from tools/
@@ -23,6 +25,7 @@ from suites import (
     NEWEST,
     OWN,
     PACKS,
+    RESULTS,
     SOURCES,
     SOURCES_AROUND,
     TORCH,
@@ -149,6 +152,40 @@ def gpu(session: nox.Session) -> None:
 def census(session: nox.Session) -> None:
     """Measure classes of transformers that docs/census.md lacks, and write it: nox -s census -- --minutes 30."""
     session.run(str(everything(session)), "tools/census.py", *session.posargs, env=ENV, external=True)
+
+
+@nox.session(venv_backend="none", name="newest-release", default=False)
+def newest_release(session: nox.Session) -> None:
+    """Say what the newest release changes for all packs: nox -s newest-release -- transformers [RELEASE]."""
+    library, *given = session.posargs or ["transformers"]
+    session.posargs.clear()  # a suite would hand them to pytest
+    if library != "transformers":
+        session.error(f"{library}: wanted transformers; for other libraries add the release to the matrix of a pack")
+    folder = ROOT / ".nox" / "newest-release"
+    folder.mkdir(parents=True, exist_ok=True)
+    python = Environment("newest-transformers", (TORCH,)).make(ENVIRONMENTS, functools.partial(pip, session))
+    packs = [pack for pack in PACKS if library in pack.matrix]
+    own = [*OWN, *(str(pack.folder) for pack in packs)]
+    wanted = "==".join([library, *given[:1]])
+    session.log(f"installs {wanted} and {len(packs)} packs; their quick tests and the census of new classes follow")
+    pip(session, python, "install", "--upgrade", "--no-build-isolation", TORCH, wanted, *own)
+    for name, interpreter in (("old", everything(session)), ("new", python)):
+        session.run(str(interpreter), "tools/release_facts.py", str(folder / f"{name}.json"), env=ENV, external=True)
+    old, new = (json.loads((folder / f"{name}.json").read_text()) for name in ("old", "new"))
+    environment = Environment("newest-transformers", (TORCH,), (f"transformers=={new['release']}",))
+    passed = suite_of(session, packs, environment, f"transformers {new['release']}").passes()
+    red = next(result for result in RESULTS.all() if result.name == session.name).failures
+    measured = folder / "census.jsonl"
+    measured.unlink(missing_ok=True)
+    if names := sorted(new["classes"].keys() - old["classes"].keys()):
+        written = ["--results", str(measured), "--page", str(folder / "census.md")]
+        session.run(str(python), "tools/census.py", *written, "--only", *names, env=ENV, external=True)
+    lines = measured.read_text().splitlines() if measured.exists() else []
+    text = table(old, new, red, {found["class"]: found for found in map(json.loads, lines)})
+    (folder / "table.md").write_text(text)
+    print(text)
+    if not passed:
+        session.error(f"tests of packs fail with transformers {new['release']}: {folder / 'table.md'}")
 
 
 @nox.session(venv_backend="none", default=False)

@@ -338,3 +338,28 @@ def test_a_model_that_is_not_sharded_trains_as_ever(pool, tmp_path):
     (got,) = pool.run(not_sharded, str(tmp_path), world=1)
     for name, parameter in wanted["parameters"].items():
         torch.testing.assert_close(got[name], parameter, rtol=0, atol=0)
+
+
+def metered(folder: str) -> tuple[list[str], list[dict[str, Any]]]:
+    from shardcore_loop import StepMeter
+    from shardcore_trainer import MeterCallback, Trainer
+
+    said: list[str] = []
+    model = shardcore.shard(llama(), **TP2)
+    meter = StepMeter(model, every=1, peak=1e9, say=said.append)
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_strategy": "steps"}
+    data = {"train_dataset": words(20), "eval_dataset": words(4)}
+    trainer = Trainer(model=model, args=arguments(folder, **settings), callbacks=[MeterCallback(meter)], **data)
+    trainer.train()
+    return said, trainer.state.log_history
+
+
+def test_a_meter_says_how_fast_a_training_is(pool, tmp_path):
+    (said, history), (others, _) = pool.run(metered, str(tmp_path), world=2)
+    assert [line.partition(":")[0] for line in said] == ["step 4", "step 5"]
+    assert others == []
+    logged = [entry for entry in history if "loss" in entry]
+    assert ["mfu" in entry for entry in logged] == [False, False, False, True, True]
+    for entry in logged[3:]:  # two batches of two rows
+        assert entry["tokens_per_second"] == pytest.approx(2 * 2 * 12 / entry["step_time"])
+        assert 0.0 < entry["collectives"] <= 1.0

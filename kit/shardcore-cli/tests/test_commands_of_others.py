@@ -57,5 +57,6 @@ def test_a_command_of_this_project_that_is_not_installed_is_named_with_its_line(
     done = run("plan", "LlamaForCausalLM")
     assert done.exit_code == 2
     assert "'plan' is a command of shardcore-planner, which is not installed" in done.output
+    assert "Did you mean" not in done.output
     assert "pip install" in done.output
     assert "No such command 'plam'. Did you mean 'plan'?" in run("plam").output

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from shardcore._lazy import on_first_use
 
 if TYPE_CHECKING:
+    from shardcore_trainer.meter import MeterCallback
     from shardcore_trainer.trainer import Seq2SeqTrainer, Trainer, sharded
 
-__all__ = ["Seq2SeqTrainer", "Trainer", "sharded"]
+__all__ = ["MeterCallback", "Seq2SeqTrainer", "Trainer", "sharded"]
 
 if not TYPE_CHECKING:
     __getattr__ = on_first_use(
         __name__,
         {
+            "shardcore_trainer.meter": ("MeterCallback",),
             "shardcore_trainer.trainer": ("Seq2SeqTrainer", "Trainer", "sharded"),
         },
     )

@@ -17,6 +17,7 @@ from shardcore_trainer._replicas import beside, sharded_in
 from shardcore_trainer._rewards import Gathering
 from shardcore_trainer._trl import Given, is_of_trl, made_ready
 from shardcore_trainer.accelerate import adopt
+from shardcore_trainer.meter import MeterCallback
 from shardcore_trainer.sentence_transformers.training import Embedding, trains_embeddings
 from shardcore_transformers import _private, prepared_by_shardcore
 
@@ -117,6 +118,13 @@ class _Sharded(Losses, Evaluating, Checkpoints):
                 "WANDB_WATCH, and log gradients by a callback that runs on all ranks: 'Gradients in a log' in "
                 "docs/trainer.md has one"
             )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what a `MeterCallback` has measured beside a loss."""
+        for callback in self.callback_handler.callbacks if "loss" in logs else ():
+            if isinstance(callback, MeterCallback):
+                logs.update(callback.numbers)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._agree_on_wishes()

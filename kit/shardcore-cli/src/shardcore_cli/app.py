@@ -22,6 +22,7 @@ _HOMES = {
     "plan": "shardcore-planner",
     "verify": "shardcore-testing",
     "new-pack": "shardcore-scaffold",
+    "profile": "shardcore-loop",
 }
 
 _EPILOG = """\b
@@ -56,7 +57,8 @@ class _Group(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            if near := difflib.get_close_matches(args[0], {*self.list_commands(ctx), *_HOMES}, n=1):
+            known = {*self.list_commands(ctx), *_HOMES}
+            if args[0] not in known and (near := difflib.get_close_matches(args[0], known, n=1)):
                 raise click.UsageError(f"{error.format_message()} Did you mean {near[0]!r}?", ctx) from error
             raise
 

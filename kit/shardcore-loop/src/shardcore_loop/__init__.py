@@ -6,7 +6,8 @@ May import the core; of what is around it `shardcore_shardformer` alone imports 
 from __future__ import annotations
 
 from shardcore_loop.data import ShardedDataLoader
+from shardcore_loop.meter import StepMeter
 from shardcore_loop.optimizers import LocalParts, WholeTensors
 from shardcore_loop.preemption import Preemption
 
-__all__ = ["LocalParts", "Preemption", "ShardedDataLoader", "WholeTensors"]
+__all__ = ["LocalParts", "Preemption", "ShardedDataLoader", "StepMeter", "WholeTensors"]

@@ -1,0 +1,105 @@
+"""The page of the census: what was measured, in words and in tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from census_ranks import WAYS  # from tools/
+
+__all__ = ["page", "totals"]
+
+_MOST = 0.5  # of the parameters of attention modules
+_HEADER = """# Census of transformers
+
+Model classes with a head in transformers {release}, with few layers and random float64 weights, sharded over two
+tensor-parallel ranks beside the same model unsharded. What is compared is the loss, every output and every gradient of
+one call. A class that no pack serves is sharded by `policy="infer"`, whose policy is found on a copy of other sizes
+than those of the model that is compared. The proof that `infer` runs by default is not part of it: it trains too, and
+refuses some of these classes.
+
+{totals}
+
+* **way**: the pack that serves the class, or `inferred`; *text* where the class takes images or sounds too, and no call
+  with them is known to the tool: what only they reach is whole on each rank.
+* **error**: the largest difference, relative to the largest gradient, or to the loss.
+* **split**: the share of the small model's parameters of which a rank holds a part; **attention**: the same of those
+  that attention modules hold. Tables are large in small models: these shares say little of a large one.
+* **sequence**: with sequence parallelism too; **pipeline**: as two stages, not split; **lazy**: `from_pretrained`, of
+  which each rank reads its parts; **save**: what transformers reads from a checkpoint of the sharded model;
+  **generate**: the same tokens. Empty where there is nothing to compare, *no* where it is refused in words, see below.
+
+`nox -s census` measures the classes that are missing here, and writes this page.
+"""
+_STATES = {
+    "exact": "are exact",
+    "differs": "differ",
+    "refused": "are refused with a reason before anything is changed",
+    "not built": "could not be built or called here",
+    "random": "draw numbers, so that two calls of the unsharded model differ",
+    "failed": "ended otherwise, as the table says",
+}
+_SHORT = 240  # characters of a reason
+
+
+def totals(results: Mapping[str, Mapping[str, Any]], missing: int) -> str:
+    """Return the numbers in words; ``missing`` classes have no result."""
+    counts = Counter(result["state"] for result in results.values())
+    exact = [result for result in results.values() if result["state"] == "exact"]
+    attending = [result for result in exact if result["attention"] is not None]
+    split = sum(result["attention"] > _MOST for result in attending)
+    said = [f"{counts[state]} {words}" for state, words in _STATES.items() if counts[state] or state == "differs"]
+    inferred = sum(result["way"].startswith("inferred") for result in exact)
+    return (
+        f"Of {len(results) + missing} classes {len(results)} were measured: {', '.join(said)}; {missing} were not "
+        f"reached. Of the {len(exact)} exact ones {inferred} have no pack; of the {len(attending)} with attention "
+        f"modules {split} have more than half of their parameters split. {_ways(exact)}"
+    )
+
+
+def _ways(exact: Sequence[Mapping[str, Any]]) -> str:
+    said = []
+    for way in WAYS:
+        of_way = [result["ways"][way].partition(":")[0] for result in exact]
+        tried = [each for each in of_way if each]
+        said.append(f"{way} {tried.count('exact')} of {len(tried)} ({tried.count('differs')} differ)")
+    return f"Of these are exact in further ways: {', '.join(said)}."
+
+
+def page(results: Mapping[str, Mapping[str, Any]], missing: int, release: str) -> str:
+    """Return the page: the totals, a row for each class, and why what is not exact is not."""
+    lines = [_HEADER.format(release=release, totals=totals(results, missing))]
+    lines += ["| class | way | error | split | attention | " + " | ".join(WAYS) + " |", "|---" * (5 + len(WAYS)) + "|"]
+    others = ["", "## Not exact", "", "| class | way | | why |", "|---" * 4 + "|"]
+    for name, result in sorted(results.items()):
+        way = result.get("way", "")
+        if result["state"] == "exact":
+            attention = "" if result["attention"] is None else f"{result['attention']:.2f}"
+            row = [f"`{name}`", way, f"{result['error']:.0e}", f"{result['split']:.2f}", attention]
+            lines.append(f"| {' | '.join(row + [_cell(result['ways'][each]) for each in WAYS])} |")
+        else:
+            others.append(f"| `{name}` | {way} | {result['state']} | `{_shortened(result['reason'])}` |")
+    return "\n".join([*lines, *others, "", *_in_part(results), ""])
+
+
+def _cell(said: str) -> str:
+    return {"exact": "yes", "": "", "refused": "no"}.get(said.partition(":")[0], f"**{said.partition(':')[0]}**")
+
+
+def _in_part(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield why classes that are exact are not so in some way, the most frequent reason of each way first."""
+    yield from ("## Not in every way", "", "| | classes | such as | why |", "|---" * 4 + "|")
+    for way in WAYS:
+        found: dict[str, list[str]] = {}
+        for name, result in sorted(results.items()):
+            said = result.get("ways", {}).get(way, "")
+            if said not in ("", "exact"):
+                found.setdefault(_shortened(said.replace(name, "it")), []).append(name)
+        for why, names in sorted(found.items(), key=lambda each: -len(each[1])):
+            yield f"| {way} | {len(names)} | `{names[0]}` | `{why}` |"
+
+
+def _shortened(reason: str) -> str:
+    why = " ".join(reason.split()).replace("|", "/").replace("`", "")
+    return why if len(why) <= _SHORT else f"{why[:_SHORT]} ..."
