@@ -67,7 +67,7 @@ def test_discovery_imports_no_library_of_models():
         "entry = importlib_metadata.EntryPoint(name='vit', value='shard_vit.plugin', group=GROUP)\n"
         "registry = Registry.discover([entry])\n"
         "loaded = [n for n in ('torch', 'transformers', 'timm', 'torchvision') if n in sys.modules]\n"
-        "assert len(registry.packs[0].specs) == 15 and not loaded, loaded\n"
+        "assert registry.packs[0].specs and not loaded, loaded\n"
         "import transformers\n"
         "match = registry.resolve(transformers.ViTModel)\n"
         "match.load()\n"

@@ -20,7 +20,7 @@ class Supports:
         dropout: the case can be built with dropout.
         checkpointing: ``gradient_checkpointing_enable`` works.
         reentrant: it works with ``use_reentrant=True`` too; otherwise a backward with it raises.
-        generation: ``generate`` works.
+        generation: ``generate`` works, with a cache; what makes all words of one call, as CTC does, has none.
         captured: outputs that can be asked for: ``attentions``, ``hidden_states``, ``cross_attentions``, ...
         sequence: ``enable_sequence_parallelism`` works. Give inputs a number of tokens that no size divides.
         context: ``context_parallel_size`` works, where the installed release of the library allows it.

@@ -187,7 +187,7 @@ def _attempts(s: Subject) -> Iterator[tuple[str, Any]]:
 
         def generate() -> None:
             model = s.shard(s.build())
-            model.generate(**s.prompt(model), max_new_tokens=2)
+            _ = model.generate(**s.prompt(model), max_new_tokens=2, return_dict_in_generate=True).past_key_values
 
         yield "generation", generate
     if not supports.sequence:

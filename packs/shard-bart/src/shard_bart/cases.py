@@ -60,6 +60,7 @@ _DECODER = ("attentions", "cross_attentions", "hidden_states")
 
 
 def _case(name: str, kind: str, **fields: Any) -> Case:
+    prompted = kind.startswith("Mvp") and not kind.endswith("CausalLM")  # that leaves prompts out
     written_out = fields.get("usual", {}).get("attn_implementation")  # where transformers has no other
     settings: dict[str, Any] = {
         "inputs": encoder_decoder_batch,
@@ -68,7 +69,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "layers": "model.decoder.layers",
         "collectives": (3, 3),
         "sharded": ("q_proj", "out_proj", "fc1", "fc2", "embed_tokens"),
-        "refuses": (dict.fromkeys(_HEADS, 1),),
+        "refuses": (dict.fromkeys(_HEADS, 1), *([{"use_prompt": True}] if prompted else [])),
         "supports": Supports(sequence=True, captured=_BOTH),
         **fields,
     }

@@ -28,6 +28,9 @@ class BertPolicy(BaseModelPolicy):
     #: The attention that context parallelism may compute.
     context: ClassVar[str | tuple[str, ...]] = () if before5.IS_OLD else "attention.self"
 
+    #: What has a place in the tuple that the encoder returns where it is None.
+    places: ClassVar[str | tuple[str, ...]] = "pooler_output" if before5.IS_OLD else ()
+
     def module_policy(self) -> ModulePolicy:
         """Return the rules of the encoder, its blocks, and what makes words or labels of what it returns."""
         encoder = self.base
@@ -46,11 +49,10 @@ class BertPolicy(BaseModelPolicy):
         # A decoder gives its blocks a cache, unasked, in which each rank would have keys of its own tokens.
         attention = () if getattr(self.model.config, "is_decoder", False) else self.context
         last = self.final or "encoder.layer[-1]"
-        places = "pooler_output" if before5.IS_OLD else ()
         return [
             *([norm(self.final)] if self.final else []),
             replicate("pooler", optional=True),
-            outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence", places=places),
+            outputs(attentions="heads", cross_attentions="heads", hidden_states="sequence", places=self.places),
             sequence(scatter="encoder.layer[0]", gather=last, stack="encoder", attention=attention),
         ]
 

@@ -106,7 +106,8 @@ def _latest() -> list[Case]:
         *_cases("Glm4MoeLite", usual=some, shared=first),
         *_cases("Mistral4"),
         *_cases("MiniCPM3", **_DENSE),
-        *_cases("Youtu", **_DENSE),
+        # Where it reads a checkpoint transformers forgets the row of the word that fills up.
+        *_cases("Youtu", usual={"pad_token_id": None}, **_DENSE),
     ]
 
 

@@ -45,6 +45,7 @@ class MegatronBertPolicy(BertPolicy):
     fed: ClassVar[str] = "ln"
     final: ClassVar[str] = "encoder.ln"
     context: ClassVar[str | tuple[str, ...]] = ()  # its attention is written out
+    places: ClassVar[str | tuple[str, ...]] = "pooler_output"
 
     def attention(self, name: str, *, optional: bool = False) -> list[Rule]:
         """Return the rules of one attention of a block."""

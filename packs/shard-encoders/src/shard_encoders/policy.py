@@ -41,6 +41,7 @@ class MPNetPolicy(BertPolicy):
     added: ClassVar[tuple[str, ...]] = ("position_embeddings",)
     attended: ClassVar[str] = "LayerNorm"
     context: ClassVar[str | tuple[str, ...]] = ()  # its attention is written out
+    places: ClassVar[str | tuple[str, ...]] = "pooler_output"
 
     def encoder(self) -> list[Rule]:
         """Return the rules of what is around the blocks."""

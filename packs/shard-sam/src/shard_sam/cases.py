@@ -164,7 +164,7 @@ def _second() -> list[Case]:
             collectives=(2, 3),  # the third is that of the bias of queries, keys and values together
             whole=(f"{around}blocks.0.attn.", "blocks.1.proj", "blocks.2.proj", "blocks.1.attn."),
             refuses=({"num_attention_heads_per_stage": [1, 1, 1]},),
-            supports=Supports(dropout=False, checkpointing=False),
+            supports=Supports(dropout=False, checkpointing=False, pipeline=False),
             **fields,
         )
 

@@ -98,7 +98,9 @@ def inputs(model: Any, seed: int) -> dict[str, Tensor]:
     patches = torch.randn(3 * 16, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)
     grid = torch.tensor([[1, 4, 4]] * 3)
     if name.endswith("AudioEncoder"):
-        return {"feature_lens": lengths, "input_features": spectra.permute(0, 2, 1)[heard].permute(1, 0)}
+        # The frames of all sounds follow each other, so that no row of a batch could be taken: there is one.
+        together = spectra.permute(0, 2, 1)[heard].permute(1, 0)
+        return {"feature_lens": lengths.sum(0, keepdim=True), "input_features": together}
     if name.endswith("VisionEncoder"):
         return {"grid_thw": grid, "hidden_states": patches}
     seen = [97, *[IMAGE] * 4, 98]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 from typing_extensions import override
 
-from shard_wav2vec2.recurrent import reads_parameters
 from shardcore.policy import ModulePolicy, Stages
 from shardcore.styles import attribute, by_heads, calls, layer_drop, norm, outputs, per_rank, region, replicate
 from shardcore_transformers import PretrainedPolicy
@@ -60,7 +59,4 @@ class ParakeetPolicy(PretrainedPolicy):
         own = [name for name in self.model._modules if name != "encoder"]
         if not hasattr(self.model, "decoder"):
             return {self.model: [replicate(*own)]}
-        return {
-            self.model: [replicate(*own), calls("get_audio_features")],
-            "ParakeetRNNTDecoder": [reads_parameters("lstm")],
-        }
+        return {self.model: [replicate(*own), calls("get_audio_features")]}
