@@ -363,3 +363,28 @@ def test_a_meter_says_how_fast_a_training_is(pool, tmp_path):
     for entry in logged[3:]:  # two batches of two rows
         assert entry["tokens_per_second"] == pytest.approx(2 * 2 * 12 / entry["step_time"])
         assert 0.0 < entry["collectives"] <= 1.0
+
+
+def fails_while_it_is_profiled(folder: str) -> None:
+    from shardcore_loop import StepMeter
+    from shardcore_trainer import MeterCallback, Trainer
+
+    model = shardcore.shard(llama(), **TP2)
+    callback = MeterCallback(StepMeter(model))
+    data = {"train_dataset": words(20)}
+    trainer = Trainer(model=model, args=arguments(folder, max_steps=4), callbacks=[callback], **data)
+
+    def fail(*_: Any) -> None:
+        if trainer.state.global_step == 2:  # in the third step
+            raise ZeroDivisionError
+
+    model.register_forward_pre_hook(fail)
+    hooks = len(model._forward_pre_hooks)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not torch.autograd._profiler_enabled()
+    assert len(model._forward_pre_hooks) == hooks
+
+
+def test_a_training_that_fails_leaves_no_profile_open(pool, tmp_path):
+    pool.run(fails_while_it_is_profiled, str(tmp_path), world=2)

@@ -152,6 +152,23 @@ def test_numbers_that_are_not_of_heads():
     assert "is a float; per_rank divides a whole number" in what
 
 
+class Alias:
+    """A configuration in which a name stands for another one, as transformers has it."""
+
+    def __getattribute__(self, name):
+        return super().__getattribute__("heads" if name == "num_heads" else name)
+
+
+def test_a_name_that_stands_for_another_is_no_attribute_of_a_view():
+    model = _model()
+    model.attention.config = Alias()
+    model.attention.config.heads = 6
+    (what,) = _problems(attribute("attention.config.num_heads", per_rank), model=model, tp=2)
+    assert "Alias (attention.config) returns something else for 'num_heads' than what is set there" in what
+    rule = attribute("attention.config.heads", per_rank)
+    assert [s.value for s in _plan(rule, model=model).steps if isinstance(s, SetAttribute)] == [3]
+
+
 def test_an_optional_number_may_be_of_another_kind_of_module():
     absent = attribute("attention.absent", per_rank, optional=True)
     assert [s for s in _plan(absent).steps if isinstance(s, SetAttribute)] == []

@@ -18,7 +18,7 @@ import shardcore
 from shardcore.apply.sharder import ModelSharder
 from shardcore.config import ShardConfig
 from shardcore.errors import NotSupportedError, PlanError
-from shardcore.styles import attribute, bias_net, enter_arg, norm, per_rank, region, replicate, slice_arg
+from shardcore.styles import attribute, enter_arg, norm, per_rank, region, replicate, slice_arg
 from shardcore_planner import collectives
 from shardcore_testing.observing import Collectives, Draws
 from shardcore_testing.parity import assert_close, assert_same_gradients
@@ -114,7 +114,6 @@ def _region(enter: str | tuple[str, ...] = "mixer", **options):
     return region(enter=enter, col=ways.QKV, row="mixer.out", unit="head", **options)
 
 
-NET = "mixer.net"
 MISTAKES = [
     (
         ways.ChannelsPolicy,
@@ -126,9 +125,6 @@ MISTAKES = [
         (region(col=("mixer.into", "mixer.rates"), row=("mixer.steps", "mixer.out")),),
         "several row linears are for a region that is entered at",
     ),
-    (ways.ContinuousPolicy, (_region(), bias_net(NET, last="4")), "Sequential (mixer.net) has no submodule '4'"),
-    (ways.ContinuousPolicy, (_region(), bias_net(NET, last="1")), "BiasLinear replaces torch.nn.modules.linear.Linear"),
-    (ways.ContinuousPolicy, (_region(), bias_net(NET, last="0")), "its 6 output features for 4 heads cannot be split"),
     (ways.BiasedPolicy, (_region(), slice_arg("mixer", "slope", 0)), "Biased.forward has no argument 'slope'"),
     (ways.BiasedPolicy, (_region(), slice_arg("mixers", "slopes", 0)), "Block has no submodule 'mixers'"),
     (
@@ -160,7 +156,6 @@ MISTAKES = [
 @pytest.mark.parametrize(("base", "block", "what"), MISTAKES)
 def test_mistakes(base, block, what):
     kind = {ways.BiasedPolicy: Biased, ways.LatentPolicy: Latent, ways.ChannelsPolicy: Channels}
-    kind[ways.ContinuousPolicy] = Continuous
     assert any(what in problem for problem in problems_of(build(kind[base]), _policy(base, *block, stack=base.stack)))
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardcore.policy import Heads, ModulePolicy, Policy, Stages
 from shardcore.styles import (
     attribute,
-    bias_net,
+    by_heads,
     head,
     norm,
     partial,
@@ -282,7 +282,8 @@ class DirectPolicy(ModelPolicy):
 class ContinuousPolicy(ModelPolicy):
     block = (
         region(enter="mixer", col=QKV, row="mixer.out", unit="head"),
-        bias_net("mixer.net", last="3"),
+        partial("mixer.net.0", "mixer.net.2"),
+        by_heads("mixer.net.3"),
     )
 
 

@@ -37,6 +37,7 @@ class MeterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin to count."""
+        self.abandon()  # a Trainer that looks for a batch that fits begins anew
         self._counting = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -65,3 +66,11 @@ class MeterCallback(TrainerCallback):  # type: ignore[misc]  # transformers is n
         """Count no more."""
         self._running.close()
         self._counting.remove()
+
+    def abandon(self) -> None:
+        """Forget the step of a training that has failed, and count no more."""
+        self._step = None
+        with contextlib.suppress(InterruptedError), self._running:
+            raise InterruptedError  # so that the meter leaves it out, and closes a profile
+        if self._counting is not None:
+            self._counting.remove()

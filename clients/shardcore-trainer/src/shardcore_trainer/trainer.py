@@ -106,7 +106,15 @@ class _Sharded(Losses, Evaluating, Checkpoints):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train over the replicas."""
         self._refuse_watching()
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException:
+            for meter in self._meters():
+                meter.abandon()
+            raise
+
+    def _meters(self) -> list[MeterCallback]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, MeterCallback)]
 
     def _refuse_watching(self) -> None:
         value = os.environ.get("WANDB_WATCH", "").lower()
@@ -121,9 +129,8 @@ class _Sharded(Losses, Evaluating, Checkpoints):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log what a `MeterCallback` has measured beside a loss."""
-        for callback in self.callback_handler.callbacks if "loss" in logs else ():
-            if isinstance(callback, MeterCallback):
-                logs.update(callback.numbers)
+        for meter in self._meters() if "loss" in logs else ():
+            logs.update(meter.numbers)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

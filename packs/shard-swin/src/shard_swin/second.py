@@ -7,12 +7,14 @@ from typing import ClassVar
 from shard_swin.early import HEADS, layer
 from shard_swin.stages import HeadsOfStages, stage_attentions
 from shardcore.policy import ModulePolicy, Stages
-from shardcore.styles import bias_net, by_heads, norm, replicate
+from shardcore.styles import by_heads, norm, partial, replicate
 from shardcore_transformers import PretrainedPolicy
 
+_BIASES = "attention.self.continuous_position_bias_mlp"
 _LAYER = layer(
     by_heads("attention.self.logit_scale", heads=HEADS),
-    bias_net("attention.self.continuous_position_bias_mlp", last="2", heads=HEADS),
+    partial(f"{_BIASES}.0"),
+    by_heads(f"{_BIASES}.2", heads=HEADS),
 )
 
 

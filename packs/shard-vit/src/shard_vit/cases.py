@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from dataclasses import replace
 from typing import Any
@@ -78,11 +79,12 @@ def build_vit(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any)
     return model
 
 
-def build_timm(*, distilled: bool = False, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
+def build_timm(
+    kind: str = "vision_transformer.VisionTransformer", *, dropout: float = 0.0, seed: int = 0, **options: Any
+) -> Any:
     """Return a vision transformer of timm: 16 patches and the class token, two blocks."""
-    from timm.models.deit import VisionTransformerDistilled
-    from timm.models.vision_transformer import VisionTransformer
-
+    module, _, name = kind.partition(".")
+    native = getattr(importlib.import_module(f"timm.models.{module}"), name)
     settings: dict[str, Any] = {
         "img_size": 16,
         "patch_size": 4,
@@ -94,8 +96,7 @@ def build_timm(*, distilled: bool = False, dropout: float = 0.0, seed: int = 0, 
         **dict.fromkeys(_TIMM_DROPOUTS, dropout),
         **options,
     }
-    model = (VisionTransformerDistilled if distilled else VisionTransformer)(**settings)
-    return randomize(model, seed).to(torch.float64)
+    return randomize(native(**settings), seed).to(torch.float64)
 
 
 def images(size: int, seed: int, rows: int = 3) -> Tensor:
@@ -166,6 +167,8 @@ def cases() -> list[Case]:
         "supports": replace(vit["supports"], pipeline=False),
     }
     several = replace(vit["supports"], context=False)  # the head reads all tokens of several blocks
+    # Attention that is not in transformers' table is not divided over cp.
+    alone = {"inputs": _yolos_inputs, "with_": {"use_mid_position_embeddings": False}, "supports": several}
     refused = ({"use_batch_norm_in_fusion_residual": True},)
     depths: dict[str, Any] = {"loss": _loss_of_depths, "outputs": ("predicted_depth",)}
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
@@ -184,11 +187,11 @@ def cases() -> list[Case]:
             "mae_pretraining": ("ViTMAEForPreTraining", drawn),
             "mae_model": ("ViTMAEModel", unpooled),
             "dpt_depth": ("DPTForDepthEstimation", {**depths, "supports": several, "refuses": refused}),
-            "dpt_model": ("DPTModel", states),
+            "dpt_model": ("DPTModel", {**states, "supports": several}),
             "yolos_detection": ("YolosForObjectDetection", {**boxes, "supports": between}),
             "yolos_model": (
                 "YolosModel",
-                {**states, "inputs": _yolos_inputs, "with_": {"use_mid_position_embeddings": False}},
+                {**states, **alone},
             ),
             "msn_model": ("ViTMSNModel", unpooled),
             "msn_image_classification": ("ViTMSNForImageClassification", logits),
@@ -223,10 +226,11 @@ def _behind_a_backbone() -> dict[str, Any]:
     }
 
 
+_EVA, _BEIT = "eva.Eva", "beit.Beit"
 #: Variants of timm's models, by name, and the options that make them.
 TIMM_VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "distilled": {"distilled": True},  # DeiT
+    "distilled": {"kind": "deit.VisionTransformerDistilled"},
     "registers": {  # pooled by the mean, normalised after it
         "qk_norm": True,
         "init_values": 0.1,
@@ -239,10 +243,37 @@ TIMM_VARIANTS: dict[str, dict[str, Any]] = {
     "gated": {"mlp_layer": "SwiGLU"},
     "gated_in_one": {"mlp_layer": "SwiGLUPacked", "mlp_ratio": 80 / 48},
     "norms_after": {"block_fn": "ResPostBlock"},
+    "normed_inside": {"scale_attn_norm": True, "scale_mlp_norm": True},  # BEiT-3
+    "eva": {"kind": _EVA, "init_values": 0.1},
+    "eva02": {  # norms inside, projections apart, rotary positions
+        "kind": _EVA,
+        "qkv_fused": False,
+        "swiglu_mlp": True,
+        "scale_mlp": True,
+        "scale_attn_inner": True,
+        "use_rot_pos_emb": True,
+    },
+    "eva_gated_in_one": {"kind": _EVA, "swiglu_mlp": True, "qkv_bias": False, "use_post_norm": True},
+    "dinov3": {
+        "kind": _EVA,
+        "attn_type": "rope",
+        "use_rot_pos_emb": True,
+        "rope_type": "dinov3",
+        "rope_rotate_half": True,
+        "num_reg_tokens": 2,
+        "init_values": 0.1,
+        "use_abs_pos_emb": False,
+        "qkv_bias": False,
+    },
+    "rope_mixed": {"kind": _EVA, "attn_type": "rope", "use_rot_pos_emb": True, "rope_type": "mixed"},
+    "beit": {"kind": _BEIT, "use_rel_pos_bias": True, "use_abs_pos_emb": False, "init_values": 0.1},
+    "beit_shared": {"kind": _BEIT, "use_shared_rel_pos_bias": True, "swiglu_mlp": True, "qkv_bias": False},
 }
 #: Backward all-reduces of one block: its two regions', and one of each region with the bias of a fused linear, which
 #: every rank holds whole, as it does the norms on queries and keys.
-_BACKWARD = {"pooled_by_attention": 2, "gated_in_one": 4}
+_BACKWARD = {"pooled_by_attention": 2, "gated_in_one": 4, "normed_inside": 7, "eva02": 6, "rope_mixed": 4}
+#: Those whose norms inside of regions tell each other a mean and a sum.
+_INSIDE = ("normed_inside", "eva02")
 
 
 def _timm_variant(variant: str, **options: Any) -> Any:
@@ -258,8 +289,6 @@ def _timm_variant(variant: str, **options: Any) -> Any:
 
 def _timm_cases() -> list[Case]:
     refused = (
-        {"scale_attn_norm": True},
-        {"scale_mlp_norm": True},
         {"attn_layer": "diff"},
         {"block_fn": "ParallelScalingBlock"},
         {"block_fn": "ParallelThingsBlock"},
@@ -271,8 +300,8 @@ def _timm_cases() -> list[Case]:
             inputs=_timm_inputs,
             loss=_loss_of_logits,
             layers="blocks",
-            collectives=(2, _BACKWARD.get(variant, 3)),
-            sharded=("qkv.weight",),
+            collectives=(4 if variant in _INSIDE else 2, _BACKWARD.get(variant, 3)),
+            sharded=("q_proj.weight" if variant == "eva02" else "qkv.weight",),
             refuses=refused if variant == "plain" else (),
             supports=Supports(sequence=True, checkpointing=False, save_pretrained=False, flash_attention=False),
         )

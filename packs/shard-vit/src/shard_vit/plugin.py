@@ -27,16 +27,19 @@ _OWN = {
 #: transformers 5.9 renamed the modules of ViT. Only ViT itself is served before.
 _NEW, _OLD = "transformers>=5.9.0rc0", "transformers<5.9.0rc0"
 #: Matched by name; timm 1.0.23 is the first whose attention computes its width from the heads that it has.
-_TIMM = PolicySpec(
-    target="timm.models.vision_transformer.VisionTransformer",
-    policy="shard_vit.timm_policy:VisionTransformerPolicy",
-    requires="timm>=1.0.23",
-)
+_TIMM = [
+    PolicySpec(target=f"timm.models.{name}", policy=f"shard_vit.{policy}", requires="timm>=1.0.23")
+    for name, policy in {
+        "vision_transformer.VisionTransformer": "timm_policy:VisionTransformerPolicy",
+        "eva.Eva": "timm_eva:EvaPolicy",
+        "beit.Beit": "timm_eva:BeitPolicy",
+    }.items()
+]
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve ViT of transformers in both layouts, what is built like it, and timm's vision transformers."""
+    """Serve ViT of transformers in both layouts, what is built like it, timm's vision transformers, EVA and BEiT."""
     vit = "transformers.models.vit.modeling_vit.ViT"
     return [
         *(
@@ -49,7 +52,7 @@ def shardcore_policies() -> list[PolicySpec]:
             for head in heads
         ),
         *(PolicySpec(target=f"{vit}{head}", policy="shard_vit.before59:OldViTPolicy", requires=_OLD) for head in _ALL),
-        _TIMM,
+        *_TIMM,
     ]
 
 

@@ -29,11 +29,6 @@ def _any_block(condition: Callable[[Any], bool]) -> Callable[[nn.Module], bool]:
     return lambda model: any(condition(block) for block in model.get_submodule("blocks").children())
 
 
-def _learns(block: Any, name: str) -> bool:
-    module = getattr(block.get_submodule(name.partition(".")[0]), name.partition(".")[2], None)
-    return module is not None and any(True for _ in module.parameters())
-
-
 #: What a model must not have.
 REFUSALS = [
     refuse(
@@ -47,17 +42,5 @@ REFUSALS = [
     refuse(
         _any_block(lambda block: is_one(block, *BLOCKS) and not is_one(block.mlp, *MLPS)),
         f"its MLPs are none of {', '.join(MLPS)}",
-    ),
-    refuse(
-        _any_block(lambda block: is_one(block, *BLOCKS) and _learns(block, "attn.norm")),
-        "scale_attn_norm normalises over the heads of all ranks, of which each has its own only",
-    ),
-    refuse(
-        _any_block(lambda block: is_one(block, *BLOCKS) and _learns(block, "mlp.norm")),
-        "scale_mlp_norm normalises over the hidden features of all ranks, of which each has its own only",
-    ),
-    refuse(
-        _any_block(lambda block: is_one(block, *BLOCKS) and _learns(block, "attn.gate")),
-        "gated attention is not supported yet",
     ),
 ]

@@ -95,9 +95,10 @@ class OutputGatherer(ParallelMixin):
                 channel = self._shard_context.channel.exact
                 out[name] = tuple(None if t is None else gather_from_tp(t, channel, dim, size) for t in captured)
         if tokens is not None:
+            last = _named(out).get("last_hidden_state")  # a library puts it in the place of the last captured one
             for name in self._by_tokens:
                 if captured := _named(out).get(name):
-                    out[name] = tuple(None if t is None else tokens.gather_captured(t) for t in captured)
+                    out[name] = tuple(t if t is None or t is last else tokens.gather_captured(t) for t in captured)
         return self._as_tuple(out) if as_tuple else out
 
     def _refuse_forgotten(self, out: Any) -> None:

@@ -91,6 +91,8 @@ class Pipeline:
         self._schedules: dict[str, tuple[Any, list[SafeStage], int]] = {}
         self._step: PipelineStep | None = None
         self.running = 0
+        kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+        self._batch_norms = [module for module in model.modules() if isinstance(module, kinds)]  # of all stages
         model.__dict__[_PIPELINE] = self
 
     def step(
@@ -149,6 +151,7 @@ class Pipeline:
             given = batch() if callable(batch) else batch
             division = {"number": 1} if loss is None else {"number": self._number, "size": self._size}
             step.parts = parts = micro_batches(given, **division)
+            self._expect_whole_batch(len(parts))
             step.groups = groups_of(self.tracer.forms(parts, loss))
             step.shares = [1.0] if loss is None else self._shares(step, weight)
             if training:
@@ -164,6 +167,15 @@ class Pipeline:
             failure = error
         step.seed = self._context.seed_of(self.ranks.begin(failure, told, number))
         return step
+
+    def _expect_whole_batch(self, parts: int) -> None:
+        norms = [norm for norm in self._batch_norms if norm.training or not norm.track_running_stats]
+        if norms and parts > 1:
+            raise NotSupportedError(
+                f"{len(norms)} norms of {type(self.model).__name__} ({type(norms[0]).__name__}) use the statistics of "
+                f"a batch, and would use those of each of {parts} micro-batches: run the batch as one "
+                "(num_microbatches=1), or set the norms to evaluation (norm.eval())"
+            )
 
     def _shares(self, step: PipelineStep, weight: Weight | None) -> list[float]:
         if weight is None:
@@ -292,9 +304,13 @@ class Pipeline:
         arguments, first = step.parts[number], number * (len(self.cut.blocks) + 1)
         random.seed(mix(step.seed, first))
         self.running += 1
+        statistics = [b for norm in self._batch_norms if filler for b in norm.buffers(recurse=False) if not b.is_meta]
+        before = [statistic.clone() for statistic in statistics]
         try:
             out = stage(arguments, arrived, metadata, lambda block: random.seed(mix(step.seed, first + 1 + block)))
         finally:
+            for statistic, was in zip(statistics, before, strict=True):
+                statistic.data.copy_(was)  # with the version that backwards expect
             self.running -= 1
             random.load(kept)
         if not stage.is_last:

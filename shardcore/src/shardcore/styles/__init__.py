@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from shardcore.styles.columns import segments
 from shardcore.styles.conditions import layer_drop, refuse, when_divisible
-from shardcore.styles.heads import attention, bias_net, norm_over_heads, slice_arg
+from shardcore.styles.heads import attention, norm_over_heads, slice_arg
 from shardcore.styles.layers import (
     attribute,
     col,
@@ -40,7 +40,6 @@ from shardcore.styles.sequences import sequence
 __all__ = [
     "attention",
     "attribute",
-    "bias_net",
     "by_heads",
     "calls",
     "col",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import nn
 
 from shardcore.nn import Replicated, RowLinear
 from shardcore.nn.attention import Of, SplitAttention, output_options
-from shardcore.nn.linear.parallel import BiasLinear
+from shardcore.nn.layout import last_rank_is_empty
 from shardcore.nn.over_heads import NormOverHeads
 from shardcore.plan.steps.regions import SliceArgument
 from shardcore.policy import Rule, Scope, Word
@@ -14,67 +16,42 @@ from shardcore.styles._finding import argument_of, heads_of, written
 from shardcore.styles.columns import Order, Role
 
 
-def norm_over_heads(*names: str, rms: str, of: Role = "query", optional: bool = False) -> Rule:
-    """Root-mean-square norms over the features of all heads at once, inside of a region (OLMo 2).
+def norm_over_heads(
+    *names: str, rms: str | None = None, of: Role | Literal["channel"] = "query", optional: bool = False
+) -> Rule:
+    """Norms over the features of all heads at once, or over all channels, inside of a region (OLMo 2, EVA-02).
 
-    The squares are summed over the ranks, one number for each token. A norm over the features of each head apart is
-    `partial`.
+    The ranks tell each other a number or two for each token. A norm over the features of each head apart is `partial`.
 
     Args:
         *names: the norms.
-        rms: the attribute with epsilon; the norm computes ``weight * x / sqrt(mean(x**2) + eps)``.
-        of: what they normalize: ``"query"``, or ``"key"`` (or ``"value"``), of which there may be fewer heads.
+        rms: the attribute with epsilon; the norm computes ``weight * x / sqrt(mean(x**2) + eps)``. None: it is a
+            `torch.nn.LayerNorm`.
+        of: what they normalize: ``"query"``, or ``"key"`` (or ``"value"``), of which there may be fewer heads, or
+            ``"channel"``: features that are no heads, such as those inside of an MLP.
         optional: they may be absent.
     """
 
     def plan(scope: Scope) -> None:
         for name in names:
-            module = scope.find(name)
-            weight = None if module is None else module._parameters.get("weight")
-            if module is None or (heads := scope.heads) is None:
-                continue
-            count = heads.query if of == "query" else heads.kv
-            if weight is not None and weight.numel() % count:
-                what = f"its {weight.numel()} features are not whole heads: the configuration counts {count}"
+            module, heads = scope.find(name), None if of == "channel" else scope.heads
+            if module is None or not module._parameters or (of != "channel" and heads is None):
+                continue  # some models leave a norm out
+            weight = module._parameters.get("weight")
+            size = 0 if weight is None else weight.numel()
+            if heads is not None and size % (count := heads.query if of == "query" else heads.kv):
+                what = f"its {size} features are not whole heads: the configuration counts {count}"
                 scope.problem(what, "check Heads(...) in the policy's checks, or of=", name)
                 scope.claim(name, "weight", None)
+            elif of == "channel" and last_rank_is_empty(size, scope.ranks):
+                scope.swap(name, Replicated)  # as the region of a row linear that is too small
+            elif of == "channel" or heads is None:
+                scope.swap(name, NormOverHeads, eps=rms)
             else:
-                used = () if weight is None else Order((of,)).rows(weight.numel(), heads)
-                scope.swap(name, NormOverHeads, eps=rms, used=used)
+                scope.swap(name, NormOverHeads, eps=rms, used=Order((of,)).rows(size, heads) if size else ())
 
     text = written("norm_over_heads", *names, rms=rms, of=None if of == "query" else of)
     return Word(text=text, optional=optional, planned=plan)
-
-
-def bias_net(name: str, *, last: str, heads: str | None = None, optional: bool = False) -> Rule:
-    """A network inside of a region that makes a bias for each head of coordinates, as in Swin Transformer V2.
-
-    Its last linear is split by heads; what runs before it is replicated, and its gradients are summed.
-
-    Args:
-        name: the network; what it is called with needs no gradient.
-        last: its last linear, relative to the network, with the same number of outputs for each head.
-        heads: the attribute that counts the heads of this one module, in place of the policy's check.
-        optional: it may be absent.
-    """
-
-    def plan(scope: Scope) -> None:
-        network = scope.find(name)
-        end = f"{name}.{last}"
-        linear = None if network is None else scope.find(end)
-        if network is None or linear is None:
-            return
-        counted = heads_of(scope, heads)
-        n = 1 if counted is None else counted.query
-        if isinstance(linear, nn.Linear) and counted is not None and (linear.out_features % n or n % scope.ranks):
-            what = f"its {linear.out_features} output features for {n} heads cannot be split over {scope.ranks} ranks"
-            scope.problem(what, "correct last= or heads=, or use a tensor_parallel_size that divides the heads", end)
-        scope.swap(end, BiasLinear, enters=False)
-        for below, module in network.named_modules():
-            if module is not linear and any(p is not None for p in module._parameters.values()):
-                scope.swap(f"{name}.{below}" if below else name, Replicated, partial=True)
-
-    return Word(text=written("bias_net", name, last=last, heads=heads), optional=optional, planned=plan)
 
 
 def slice_arg(

@@ -18,6 +18,7 @@ from shardcore.nn import (
     SharedRandom,
     VocabEmbedding,
 )
+from shardcore.nn.copies import with_value
 from shardcore.nn.layout import last_rank_is_empty
 from shardcore.nn.linear.alike import product_of
 from shardcore.nn.linear.members import ParallelLinear
@@ -25,6 +26,8 @@ from shardcore.plan.steps.local import FuseNorm
 from shardcore.plan.steps.modules import ByRank, SetAttribute, Swap
 from shardcore.policy import HeadCounts, Rule, Scope, Word
 from shardcore.styles._finding import is_parameter, submodule, written
+
+_SEEN = object()
 
 
 def vocab(*names: str, optional: bool = False) -> Rule:
@@ -229,6 +232,10 @@ def _holder(scope: Scope, path: str, *, optional: bool) -> tuple[str, str, str] 
             "remove the rule, or name the attribute that this version of the model uses",
             owner,
         )
+        return None
+    if holder and getattr(with_value(module, name, _SEEN), name) is not _SEEN:
+        what = f"{where} returns something else for {name!r} than what is set there: the name stands for another one"
+        scope.problem(what, "name the attribute that it stands for (attribute_map of a configuration)", owner)
         return None
     return owner, holder, name
 

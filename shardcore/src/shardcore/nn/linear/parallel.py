@@ -345,18 +345,6 @@ class RowLinear(ParallelLinear):
         return multiply(x, *exchange_rows(self._shard_context.channel, [self.exchange], [self.weight]))
 
 
-class BiasLinear(ColumnLinear):
-    """A column linear inside of a region whose input did not enter it, with ``enters=False``: weight (out/tp, in).
-
-    It ends a network that makes a bias for each head of coordinates, not of activations. Input (..., in), the same on
-    all ranks, made by modules whose gradients are summed over them; output (..., out/tp). Nothing is sent.
-    """
-
-    @override
-    def local(self, x: Tensor) -> Tensor:
-        return self.product(x)
-
-
 class InnerRowLinear(RowLinear):
     """A linear inside of a region whose input features are split, and whose output each rank's channels read again.
 

@@ -107,9 +107,10 @@ class ApplyContext:
         return next((tokens for step, tokens in self._tokens[::-1] if step.splits_tokens_of(path)), None)
 
     def tokens_below(self, path: str) -> SequenceShard | None:
-        """Return how the tokens of the last stack in or below a module are split, or those at it; None if none are."""
-        found = (t for step, t in self._tokens[::-1] if not path or f"{step.path}.".startswith(f"{path}."))
-        return next(found, None) or self.tokens_at(path)
+        """Return how the tokens of a module's own stack are split, else of the one below it, else those at it."""
+        inside = [(step.path, tokens) for step, tokens in self._tokens if path in (step.path, *above(step.path))]
+        own = dict(inside).get(path)
+        return own or next((tokens for _, tokens in inside), None) or self.tokens_at(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from shardcore.errors import Problem
 from shardcore.nn.arguments import Argument
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.calls import MethodsAsCalls
@@ -15,7 +16,7 @@ from shardcore.nn.costs import Collective, Site, forward
 from shardcore.nn.loss.head import LossFromOutputs
 from shardcore.nn.loss.logits import VocabParallelLossModel
 from shardcore.nn.outputs import OutputGatherer, RefusesCaptured
-from shardcore.plan.steps.base import ApplyContext, Commit, Phase, Step
+from shardcore.plan.steps.base import ApplyContext, Commit, Phase, PlanView, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,16 @@ class GatherOutputs(Step):
     @override
     def gathers_captured(self) -> tuple[str, ...]:
         return (*(name for name, _, _ in self.dims), *self.by_tokens)
+
+    @override
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        below = plan.model.get_submodule(self.path).modules() if self.by_tokens else ()
+        stacks = dict.fromkeys(step.path for m in below for step in plan.at_module(m) if step.splits_tokens)
+        if len(stacks) > 1 and self.path not in stacks:
+            yield self.problem(
+                f"the tokens of {', '.join(stacks)} are split, each by itself, and it gathers those of one",
+                'say outputs(hidden_states="sequence") under the class of each of them',
+            )
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
