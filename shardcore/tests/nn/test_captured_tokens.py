@@ -62,6 +62,17 @@ class Decoder(nn.Module):
         return Out(last=x, hidden_states=tuple(states))
 
 
+class Pools(Tower):
+    """The last state that it returns is half as long as the others: as long as the part of one of two ranks."""
+
+    def forward(self, x: Tensor) -> Out:
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        states[-1] = states[-1].unflatten(1, (-1, 2)).mean(2)
+        return Out(last_hidden_state=states[-1], hidden_states=tuple(states))
+
+
 class Both(nn.Module):
     """Two stacks, side by side, of which it returns the states."""
 
@@ -77,18 +88,25 @@ class NetPolicy(Policy):
     def module_policy(self) -> ModulePolicy:
         split = sequence(scatter="layers[0]", gather="layers[-1]")
         gathered = outputs(hidden_states="sequence")
-        rules = {"Decoder": [split, gathered], "Both": [gathered]}[type(self.model).__name__]
+        rules = [gathered] if isinstance(self.model, Both) else [split, gathered]
         block = region(enter="up", col="up", row="down")
-        return {type(self.model).__name__: rules, "Tower": [split], "Block": [block]}
+        towers = {} if isinstance(self.model, Tower) else {"Tower": [split]}
+        return {type(self.model).__name__: rules, **towers, "Block": [block]}
 
 
 def nested() -> None:
-    native = Decoder().double()
-    randomize(native)
-    model = shard(copy.deepcopy(native), NetPolicy, enable_sequence_parallelism=True)
     generator = torch.Generator().manual_seed(0)
-    x, patches = (torch.randn(BATCH, n, WIDTH, generator=generator).double() for n in (TOKENS, PATCHES))
-    outs = [m(x, patches)["hidden_states"] for m in (native, model)]
+    _compare(Decoder(), *(torch.randn(BATCH, n, WIDTH, generator=generator).double() for n in (TOKENS, PATCHES)))
+
+
+def pooled() -> None:
+    _compare(Pools(), torch.randn(BATCH, 8, WIDTH, generator=torch.Generator().manual_seed(0)).double())
+
+
+def _compare(native: nn.Module, *inputs: Tensor) -> None:
+    randomize(native.double())
+    model = shard(copy.deepcopy(native), NetPolicy, enable_sequence_parallelism=True)
+    outs = [m(*inputs)["hidden_states"] for m in (native, model)]
     for wanted, got in zip(*outs, strict=True):
         assert_close(wanted, got, "a captured state")
     for states in outs:
@@ -98,6 +116,10 @@ def nested() -> None:
 
 def test_those_of_a_stack_around_another_are_its_own(pool):
     pool.run(nested, world=2)
+
+
+def test_the_last_of_a_stack_that_pools_is_whole(pool):
+    pool.run(pooled, world=2)
 
 
 def test_those_of_two_stacks_are_no_ones():

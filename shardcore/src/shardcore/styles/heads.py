@@ -43,7 +43,7 @@ def norm_over_heads(
                 what = f"its {size} features are not whole heads: the configuration counts {count}"
                 scope.problem(what, "check Heads(...) in the policy's checks, or of=", name)
                 scope.claim(name, "weight", None)
-            elif of == "channel" and last_rank_is_empty(size, scope.ranks):
+            elif of == "channel" and size and last_rank_is_empty(size, scope.ranks):
                 scope.swap(name, Replicated)  # as the region of a row linear that is too small
             elif of == "channel" or heads is None:
                 scope.swap(name, NormOverHeads, eps=rms)
