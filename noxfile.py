@@ -14,9 +14,10 @@ together, the clients), ``matrix`` (the other releases), ``mistakes`` (the recor
 Python that is here), and the name of each pack. One environment for each release serves all of them, and those of one
 torch share its files.
 
-Results are kept in ``.nox/results``, with a table. A session that passed is not run again as long as what it tests is
-unchanged, so a run that was interrupted is resumed by the same command; ``nox -s forget`` starts anew. ``nox -s
-capabilities`` runs the kits, as the quick run does, with the kernels of every kind of processor of the machine.
+Results are kept in ``.nox/results``, with a table. A session that passed, or a pack that passed in it, is not run again
+as long as what it tests is unchanged, so a run that was interrupted is resumed by the same command, and a change of one
+pack costs no other one; ``nox -s forget`` starts anew. ``nox -s capabilities`` runs the kits, as the quick run does,
+with the kernels of every kind of processor of the machine.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from suites import (  # noqa: E402
     RESULTS,
     TESTS_AROUND,
     TORCH,
+    Part,
     Suite,
     check,
     core_suite,
@@ -114,8 +116,9 @@ def docs(session: nox.Session) -> None:
 
 def _ready(session: nox.Session, name: str, tests: Path, sources: list[Path], *options: str, **more: object) -> Suite:
     """Return a suite that runs where everything is installed."""
-    places = [CORE, *AROUND, ROOT / "tools", *sources]
-    return Suite(session, EVERYTHING, name, tests, [], places, ready=True, options=[*options], **more)  # type: ignore[arg-type]
+    part = Part(name, tests, [], [CORE, *AROUND, ROOT / "tools", *sources])
+    result = name if name == session.name else f"{session.name}-{name}"
+    return Suite(session, EVERYTHING, [part], result=result, ready=True, options=[*options], **more)  # type: ignore[arg-type]
 
 
 @nox.session(venv_backend="none", default=False)
@@ -129,7 +132,7 @@ def smoke(session: nox.Session) -> None:
         _ready(session, "pages", facts, pages, *alone, *map(str, workspace)),
         _ready(session, "on-ranks", CORE / "tests" / "nn" / "test_region.py", [], "--quick", env=ALONE),
     ]
-    if failed := [suite.name for suite in suites if not suite.passes()]:
+    if failed := [suite.result for suite in suites if not suite.passes()]:
         session.error(f"failed: {', '.join(failed)}")
 
 
@@ -177,11 +180,11 @@ def oldest(session: nox.Session) -> None:
     packs = [pack for pack in PACKS if pack.name in ("shard-bert", "shard-llama")]
     release = f"transformers=={packs[0].matrix['transformers'][0]}"
     first, *others = (pack.folder / "tests" / "test_conformance.py" for pack in packs)
-    own = [*OWN, *(str(pack.folder) for pack in packs)]
     environment = Environment(release.replace("==", "-"), (TORCH,), (release,))
     places = [CORE, *AROUND, *(pack.folder for pack in packs), ROOT / "tools"]
     options = ["--quick", "-p", "quick", "-k", "plan or gradients or generation", *map(str, others)]
-    Suite(session, environment, "oldest", first, own, places, alone=False, options=options).run()
+    part = Part("oldest", first, [*OWN, *(str(pack.folder) for pack in packs)], places)
+    Suite(session, environment, [part], alone=False, options=options).run()
 
 
 @nox.session(venv_backend="none", tags=["tests"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from cells import cells_of, find_packs, floors_of, lowest, newest_of  # noqa: E402  # from tools/
 from environments import Environment  # noqa: E402
-from results import Result, Results, digest_of  # noqa: E402
+from results import Result, Results, digest_of, total  # noqa: E402
 
 PACK = """
 [project]
@@ -191,6 +192,49 @@ def test_a_run_that_died_keeps_what_had_passed(tmp_path):
 def test_a_run_without_a_report_is_a_failure(tmp_path):
     result = Result.of(tmp_path / "none.xml", success=False, seconds=0, name="n", suite="s")
     assert (result.failed, list(result.failures)) == (1, ["the run itself"])
+
+
+PARTS = """
+<testsuites><testsuite>
+<testcase classname="packs.shard-a.tests.test_c.TestA" name="passes" time="1.25"/>
+<testcase classname="packs.shard-a-more.tests.test_c.TestB" name="fails" time="2"><failure message="x"/></testcase>
+<testcase classname="" name="packs.shard-c.tests.test_c"><error message="collection failure"/></testcase>
+</testsuite></testsuites>
+"""
+
+
+def _parts(report, lines=None):
+    names = ("shard-a", "shard-a-more", "shard-c", "shard-d")
+    below = [Path("packs", name, "tests") for name in names]
+    return [
+        Result.of(report, success=False, seconds=9, lines=lines, below=folder, name="n", suite="s") for folder in below
+    ]
+
+
+def test_each_pack_of_a_run_has_a_result_of_its_own(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text(PARTS)
+    a, more, c, d = _parts(report)
+    assert (str(a), a.seconds, list(a.slowest)) == (
+        "1 passed, 0 failed", 1.2, ["packs.shard-a.tests.test_c.TestA::passes"],
+    )  # fmt: skip
+    assert (more.failures, more.seconds) == ({"packs.shard-a-more.tests.test_c.TestB::fails": "x"}, 2)
+    assert c.failures == {"::packs.shard-c.tests.test_c": "collection failure"}
+    assert str(d) == "0 passed, 0 failed"
+    assert str(total([a, more, c])) == "1 passed, 2 failed"
+
+
+def test_no_pack_of_a_run_that_died_has_passed(tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    test = "packs/shard-a/tests/test_c.py::TestA::test_one"
+    lines.write_text(
+        "".join(json.dumps({"test": test, "outcome": o, "reason": ""}) + "\n" for o in ("started", "passed"))
+    )
+    a, *others = _parts(tmp_path / "none.xml", lines)
+    assert (str(a), {result.failed for result in others}) == ("1 passed, 1 failed", {1})
+    report = tmp_path / "nothing.xml"
+    report.write_text("<testsuites><testsuite></testsuite></testsuites>")
+    assert {result.failed for result in _parts(report)} == {1}
 
 
 def test_what_failed_is_named_last(tmp_path):

@@ -29,6 +29,7 @@ from suites import (
     SOURCES,
     SOURCES_AROUND,
     TORCH,
+    Part,
     Suite,
     check,
     core_suite,
@@ -51,7 +52,7 @@ def add_python(version: str) -> None:
             session.skip(f"this machine has no Python {version}; install it, or name it by pyenv")
         environment = Environment("core", (TORCH,), python=python)
         against = f"Python {version}"
-        core_suite(session, environment, against, "--quick").run()
+        core_suite(session, environment, "--quick", against=against).run()
 
     test.__doc__ = f"Test the core with Python {version}, where this machine has it."
     nox.session(venv_backend="none", name=f"core-python-{version}", tags=["pythons"], default=False)(test)
@@ -96,7 +97,8 @@ def add_clients(stack: str, environment: Environment) -> None:
         ]
         requirements = [*OWN, *map(str, packs)]
         tests = ROOT / "tests" / "clients"
-        Suite(session, environment, "clients", tests, requirements, places, against=stack, alone=False).run()
+        part = Part("clients", tests, requirements, places)
+        Suite(session, environment, [part], against=stack, alone=False).run()
 
     test.__doc__ = f"Test Trainer, Accelerate, PEFT and others, the {stack} releases, with the packs for them."
     tags = ["clients", "tests" if stack == "newest" else "matrix"]
@@ -116,10 +118,9 @@ def minimums(session: nox.Session) -> None:
     core, alike = floors_of(own), {}
     for pack in PACKS:
         alike.setdefault(floors_of([*own, *pack.dependencies], newest_of([pack])), []).append(pack)
-    suites = [core_suite(session, core, core.name, "--quick")]
+    suites = [core_suite(session, core, "--quick", against=core.name, result=f"{session.name}-shardcore")]
     for floors, packs in alike.items():
-        suites.append(suite_of(session, packs, floors, floors.name))
-        suites[-1].result = f"{session.name}-{floors.name}"
+        suites.append(suite_of(session, packs, floors, floors.name, result=f"{session.name}-{floors.name}"))
     if failed := [suite.result for suite in suites if not suite.passes()]:
         session.error(f"failed: {', '.join(failed)}")
 
@@ -174,7 +175,8 @@ def newest_release(session: nox.Session) -> None:
     old, new = (json.loads((folder / f"{name}.json").read_text()) for name in ("old", "new"))
     environment = Environment("newest-transformers", (TORCH,), (f"transformers=={new['release']}",))
     passed = suite_of(session, packs, environment, f"transformers {new['release']}").passes()
-    red = next(result for result in RESULTS.all() if result.name == session.name).failures
+    own_results = [result for result in RESULTS.all() if result.name.startswith(session.name)]
+    red = {test: why for result in own_results for test, why in result.failures.items()}
     measured = folder / "census.jsonl"
     measured.unlink(missing_ok=True)
     if names := sorted(new["classes"].keys() - old["classes"].keys()):
@@ -257,8 +259,8 @@ def capabilities(session: nox.Session) -> None:
     packs = [pack for pack in PACKS if pack.is_tested_with(NEWEST.pins)]
     for capability in capabilities_here(Path("/proc/cpuinfo")):
         only, env = ["-k", "test_conformance"], {"ATEN_CPU_CAPABILITY": capability}
-        suite = suite_of(session, packs, NEWEST, capability, options=only, env=env)
-        suite.result = f"{session.name}-{capability}"
+        name = f"{session.name}-{capability}"
+        suite = suite_of(session, packs, NEWEST, capability, options=only, env=env, result=name)
         failed += [] if suite.passes() else [capability]
     if failed:
         session.error(f"failed: {', '.join(failed)}")

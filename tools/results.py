@@ -18,9 +18,10 @@ from packaging.version import InvalidVersion, Version
 _CASE = re.compile(r"^closed for .+? at tp \d+:")
 # As much of an error as the list of failures shows; the whole is where it was printed first, many pages above.
 _SHOWN = 300
+_SLOWEST = 10
 _AT_IT = "the process died while it ran"
 
-__all__ = ["Result", "Results", "digest_of"]
+__all__ = ["Result", "Results", "digest_of", "total"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,22 +53,38 @@ class Result:
     sources: str = ""
 
     @classmethod
-    def of(cls, report: Path, *, success: bool, seconds: float, lines: Path | None = None, **fields: str) -> Result:
-        """Read pytest's report of a run.
+    def of(
+        cls,
+        report: Path,
+        *,
+        success: bool,
+        seconds: float,
+        lines: Path | None = None,
+        below: Path | None = None,
+        **fields: str,
+    ) -> Result:
+        """Read pytest's report of a run, or of a part of it.
 
         Args:
             report: the report, which pytest writes at the end.
             success: what its exit status said.
             seconds: how long it ran.
             lines: what `outcomes` wrote as the tests ended; read if there is no report, since the process died.
+            below: the part's folder, as the report names it; the seconds are those of its tests. If the process died,
+                no part has passed.
             **fields: the others.
         """
         if report.exists():
-            outcomes = _outcomes(report)
+            outcomes, times = _outcomes(report), _times(report)
         else:
-            outcomes = _written(lines) if lines is not None and lines.exists() else {}
+            outcomes, times = _written(lines) if lines is not None and lines.exists() else {}, {}
+        elsewhere = report.exists() and any(outcome == "failed" for outcome, _ in outcomes.values())
+        if below is not None:
+            outcomes = {test: outcome for test, outcome in outcomes.items() if _is_below(test, below)}
+            times = {test: time for test, time in times.items() if _is_below(test, below)}
+            seconds = sum(times.values())
         failures = {test: _first_line(reason) for test, (outcome, reason) in outcomes.items() if outcome == "failed"}
-        if not success and not failures:
+        if not (success or failures or elsewhere):
             failures = {"the run itself": "it ended with an error and names no test"}
         return cls(
             passed=sum(outcome == "passed" for outcome, _ in outcomes.values()),
@@ -75,7 +92,7 @@ class Result:
             failures=failures,
             skipped=dict(Counter(reason for outcome, reason in outcomes.values() if outcome == "skipped")),
             seconds=round(seconds, 1),
-            slowest=_slowest(report) if report.exists() else {},
+            slowest=dict(sorted(times.items(), key=lambda item: -item[1])[:_SLOWEST]),
             **fields,  # type: ignore[arg-type]  # the strings
         )
 
@@ -102,10 +119,11 @@ class Results:
         """Tell whether a session passed with the same sources."""
         return any(r.name == name and r.sources == sources and not r.failed for r in self.all())
 
-    def write(self, result: Result) -> None:
-        """Keep a result, in place of an earlier one of its session, and bring totals and table up to date."""
+    def write(self, *results: Result) -> None:
+        """Keep results, in place of earlier ones of their names, and bring totals and table up to date."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        _replace(self.folder / f"{result.name}.json", f"{json.dumps(asdict(result), indent=2)}\n")
+        for result in results:
+            _replace(self.folder / f"{result.name}.json", f"{json.dumps(asdict(result), indent=2)}\n")
         self.refresh()
 
     def refresh(self) -> None:
@@ -121,14 +139,7 @@ class Results:
 
     def totals(self) -> Result:
         """Return the sum of all results."""
-        found = self.all()
-        return Result(
-            name="totals",
-            suite="",
-            passed=sum(r.passed for r in found),
-            failed=sum(r.failed for r in found),
-            skipped=dict(sum((Counter(r.skipped) for r in found), Counter())),
-        )
+        return total(self.all())
 
     def table(self) -> str:
         """Return suites x releases in markdown, with the reasons of what was skipped, and what failed, below it."""
@@ -140,6 +151,17 @@ class Results:
         lines += [[suite, *(cells.get((suite, column), "") for column in columns)] for suite in suites]
         table = [f"| {' | '.join(line)} |" for line in lines]
         return "\n".join([*table, "", *_reasons(found), *_failures(found)]) + "\n"
+
+
+def total(results: Sequence[Result]) -> Result:
+    """Return the sum of results."""
+    return Result(
+        name="total",
+        suite="",
+        passed=sum(r.passed for r in results),
+        failed=sum(r.failed for r in results),
+        skipped=dict(sum((Counter(r.skipped) for r in results), Counter())),
+    )
 
 
 def _replace(file: Path, text: str) -> None:
@@ -213,10 +235,14 @@ def _written(lines: Path) -> dict[str, tuple[str, str]]:
     return outcomes
 
 
-def _slowest(report: Path, count: int = 10) -> dict[str, float]:
+def _is_below(test: str, folder: Path) -> bool:
+    """Tell whether a test is one of a folder's; a report writes its path with dots, before or after the colons."""
+    return test.removeprefix("::").replace("/", ".").startswith(f"{'.'.join(folder.parts)}.")
+
+
+def _times(report: Path) -> dict[str, float]:
     cases = ElementTree.parse(report).iter("testcase")
-    seconds = {f"{case.get('classname', '')}::{case.get('name', '')}": float(case.get("time", 0)) for case in cases}
-    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:count])
+    return {f"{case.get('classname', '')}::{case.get('name', '')}": float(case.get("time", 0)) for case in cases}
 
 
 def _outcomes(report: Path) -> dict[str, tuple[str, str]]:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import nox
@@ -16,7 +17,7 @@ from nox.command import CommandFailed
 
 from cells import Pack, cells_of, find_packs, newest_of  # from tools/
 from environments import Environment
-from results import Result, Results, digest_of
+from results import Result, Results, digest_of, total
 
 __all__ = [
     "AROUND",
@@ -35,6 +36,7 @@ __all__ = [
     "SOURCES_AROUND",
     "TESTS_AROUND",
     "TORCH",
+    "Part",
     "Suite",
     "check",
     "core_suite",
@@ -102,22 +104,36 @@ SOURCES = [CORE, *AROUND, *(pack.folder for pack in PACKS), ROOT / "tests", ROOT
 # What the checks read.
 _CHECKED = ("shardcore", "clients", "kit", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py",
             "pyproject.toml", "mkdocs.yml")  # fmt: skip
-# Sessions of several suites, each of which has a result of its own.
-_SEVERAL = ("capabilities", "minimums", "smoke")
 
 
-class Suite:
-    """One run of pytest in a shared environment, whose result is kept.
+@dataclass(frozen=True)
+class Part:
+    """What has a result of its own in a run of pytest.
 
-    Args:
-        session: the session.
-        environment: where it runs; made if it is not there.
+    Attributes:
         name: what is tested.
         tests: the folder of the tests.
         requirements: what is installed on top of the environment; folders are installed as their users get them.
         sources: what the result depends on.
-        against: library and release, for the table.
         data: distributions that are read as files: what they depend on is not installed.
+    """
+
+    name: str
+    tests: Path
+    requirements: Sequence[str]
+    sources: Sequence[Path]
+    data: Sequence[str] = ()
+
+
+class Suite:
+    """One run of pytest in a shared environment, whose results are kept.
+
+    Args:
+        session: the session.
+        environment: where it runs; made if it is not there.
+        parts: what is tested, in this order. If there are several, a part that passed before is left out.
+        result: the name of the result, to which several parts add theirs; by default the session's.
+        against: library and release, for the table.
         options: further options of pytest.
         alone: packs that are not among the requirements are removed.
         ready: the environment is one that `everything` has made, and nothing is installed.
@@ -128,26 +144,22 @@ class Suite:
         self,
         session: nox.Session,
         environment: Environment,
-        name: str,
-        tests: Path,
-        requirements: Sequence[str],
-        sources: Sequence[Path],
+        parts: Sequence[Part],
         *,
+        result: str = "",
         against: str = "",
-        data: Sequence[str] = (),
         options: Sequence[str] = (),
         alone: bool = True,
         ready: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self.session, self.environment, self.name, self.tests = session, environment, name, tests
-        self.ready = ready
-        self.requirements, self.data, self.against, self.alone = requirements, data, against, alone
+        self.session, self.environment = session, environment
+        self.ready, self.against, self.alone = ready, against, alone
         self.env = dict(env or {})
         self.options = [*options, *session.posargs]
-        self.result = f"{session.name}-{name}" if session.name in _SEVERAL else session.name
-        settings = repr((environment.torch, environment.pins, self.options, self.env))
-        self.sources = f"{digest_of([*sources, ROOT / 'pyproject.toml'])} {settings}"
+        self.result = result or session.name
+        #: Name of a result -> its part.
+        self.parts = {self.result if len(parts) == 1 else f"{self.result}-{part.name}": part for part in parts}
 
     def run(self) -> None:
         """Run it; a failure is the session's."""
@@ -155,9 +167,17 @@ class Suite:
             self.session.error(f"{self.result} failed")
 
     def passes(self) -> bool:
-        """Run it, unless it passed before, and keep the result."""
-        if RESULTS.passed_before(self.result, self.sources):
-            self.session.log(f"{self.result} passed before, with the same sources")
+        """Run what has not passed before, with the same sources, and keep the results."""
+        settings = repr((self.environment.torch, self.environment.pins, self.options, self.env))
+        digests = {
+            name: f"{digest_of([*part.sources, ROOT / 'pyproject.toml'])} {settings}"
+            for name, part in self.parts.items()
+        }
+        left = {name: part for name, part in self.parts.items() if not RESULTS.passed_before(name, digests[name])}
+        if len(left) < len(self.parts):
+            before = self.parts.keys() - left.keys()
+            self.session.log(f"passed before, with the same sources: {', '.join(sorted(before))}")
+        if not left:
             return True
         # Not the session's own folder for such files: nox makes that the TMPDIR of all that it runs, and the paths of
         # sockets by which processes hand tensors to each other are at most 107 bytes long. A checkout deep down hangs.
@@ -168,41 +188,45 @@ class Suite:
             file.unlink(missing_ok=True)
         start, success = time.monotonic(), False
         try:
-            python = self._install()
+            python = self._install(list(left.values()))
             start = time.monotonic()
+            tests = [str(part.tests) for part in left.values()]
             written = [f"--junitxml={report}", "-p", "outcomes", f"--outcomes={lines}"]
             path = os.pathsep.join(filter(None, (self.env.get("PYTHONPATH"), str(ROOT / "tools"))))
             env = {**ENV, **self.env, "PYTHONPATH": path}
-            self.session.run(
-                str(python), "-m", "pytest", str(self.tests), *written, *self.options, env=env, external=True
-            )
+            self.session.run(str(python), "-m", "pytest", *tests, *written, *self.options, env=env, external=True)
             success = True
         except CommandFailed as failure:
             self.session.warn(str(failure))
-        result = Result.of(
-            report,
-            success=success,
-            seconds=time.monotonic() - start,
-            lines=lines,
-            name=self.result,
-            suite=self.name,
-            against=self.against,
-            sources=self.sources,
-        )
-        RESULTS.write(result)
-        self.session.log(f"{self.result}: {result}")
-        return not result.failed
+        results = [
+            Result.of(
+                report,
+                success=success,
+                seconds=time.monotonic() - start,
+                lines=lines,
+                below=part.tests.relative_to(ROOT) if len(left) > 1 else None,
+                name=name,
+                suite=part.name,
+                against=self.against,
+                sources=digests[name],
+            )
+            for name, part in left.items()
+        ]
+        RESULTS.write(*results)
+        self.session.log(f"{self.result}: {total(results)}")
+        return not any(result.failed for result in results)
 
-    def _install(self) -> Path:
+    def _install(self, parts: Sequence[Part]) -> Path:
         if self.ready:
             return everything(self.session)
         python = self.environment.make(ENVIRONMENTS, self._pip)
         if self.alone:
             self._pip(python, "uninstall", "--yes", *(pack.name for pack in PACKS))
         pins = [*self.environment.torch, *self.environment.pins]
-        self._pip(python, "install", "--no-build-isolation", *pins, *self.requirements)
-        if self.data:
-            self._pip(python, "install", "--no-deps", *self.data)
+        wanted = dict.fromkeys(place for part in parts for place in part.requirements)
+        self._pip(python, "install", "--no-build-isolation", *pins, *wanted)
+        if data := sorted({name for part in parts for name in part.data}):
+            self._pip(python, "install", "--no-deps", *data)
         return python
 
     def _pip(self, python: Path, *arguments: str) -> None:
@@ -314,15 +338,25 @@ def _uv() -> str | None:
     return str(beside) if beside.exists() else shutil.which("uv")
 
 
-def core_suite(session: nox.Session, environment: Environment, against: str = "", *options: str) -> Suite:
-    """Return the suite of the core and of what is around it, with options of pytest."""
-    places, tests = [CORE, *AROUND], [*TESTS_AROUND, *options]
-    return Suite(session, environment, "shardcore", CORE / "tests", OWN, places, against=against, options=tests)
+def core_suite(
+    session: nox.Session, environment: Environment, *options: str, against: str = "", name: str = ""
+) -> Suite:
+    """Return the suite of the core and of what is around it, with options of pytest and the name of the result."""
+    part = Part("shardcore", CORE / "tests", OWN, [CORE, *AROUND])
+    options = (*TESTS_AROUND, *options)
+    return Suite(session, environment, [part], result=name, against=against, options=options)
 
 
 def small_first(packs: Sequence[Pack]) -> list[Pack]:
     """Return packs in the order of a quick run: the first case that shows a mechanism stands for it."""
     return sorted(packs, key=lambda pack: pack.name not in ("shard-gpt2", "shard-llama"))
+
+
+def part_of(pack: Pack) -> Part:
+    """Return the tests of a pack, which is installed with those that it needs."""
+    folders = [pack.folder, *(other.folder for other in pack.needed(PACKS))]
+    sources = [CORE / "src", *SOURCES_AROUND, ROOT / "packs" / "conftest.py", *folders]
+    return Part(pack.name, pack.folder / "tests", [*OWN, *map(str, folders)], sources, pack.data)
 
 
 def suite_of(
@@ -334,6 +368,7 @@ def suite_of(
     whole: bool = False,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    result: str = "",
 ) -> Suite:
     """Return the suite of packs, in one run of pytest.
 
@@ -345,19 +380,8 @@ def suite_of(
         whole: the whole conformance kit, and not every mechanism and every family once.
         options: further options of pytest.
         env: further environment variables of the tests.
+        result: what the names of the results begin with; by default the session's.
     """
-    needed = [other for pack in packs for other in pack.needed(PACKS)]
-    folders = list(dict.fromkeys(pack.folder for pack in (*packs, *needed)))
-    first, *tests = (pack.folder / "tests" for pack in small_first(packs))
-    return Suite(
-        session,
-        environment,
-        packs[0].name if len(packs) == 1 else f"{len(packs)} packs",
-        first,
-        [*OWN, *map(str, folders)],
-        [CORE / "src", *SOURCES_AROUND, ROOT / "packs" / "conftest.py", *folders],
-        against=against,
-        data=sorted({name for pack in packs for name in pack.data}),
-        options=[*map(str, tests), *(() if whole else ("--quick",)), *options],
-        env=env,
-    )
+    parts = [part_of(pack) for pack in small_first(packs)]
+    options = [*(() if whole else ("--quick",)), *options]
+    return Suite(session, environment, parts, result=result, against=against, options=options, env=env)

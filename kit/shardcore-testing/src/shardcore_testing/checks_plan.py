@@ -15,6 +15,7 @@ from shardcore.errors import AlreadyShardedError, PlanError
 from shardcore.nn.layout import ReplicatedLayout
 from shardcore.plan import ShardPlan
 from shardcore_testing.checks_pipeline import refuses_pipeline
+from shardcore_testing.checks_training import recomputed
 from shardcore_testing.findings import Ledger
 from shardcore_testing.subject import Subject, checkpointing, flat, meta_copy
 from shardcore_transformers.holders import STANDS_FOR
@@ -173,16 +174,14 @@ def _attempts(s: Subject) -> Iterator[tuple[str, Any]]:
     supports = s.case.supports
     if not supports.flash_attention:
         yield "flash_attention", lambda: s.plan(s.build(), device_type="cuda", enable_flash_attention=True)
-    if not supports.checkpointing:
-        yield "checkpointing", lambda: checkpointing(s.shard(s.build()), {"use_reentrant": False})
-    elif not supports.reentrant:
+    if not (supports.checkpointing and supports.reentrant):
 
         def recompute() -> None:
-            model = s.shard(s.build())
-            checkpointing(model, {"use_reentrant": True})
-            s.loss(model.train()(**s.inputs(model))).backward()
+            name = s.blocks(model := s.build(), s.plan(model))
+            checkpointing(s.shard(model), {"use_reentrant": supports.checkpointing})
+            assert any(recomputed(s, model, name)), "upstream takes the call and does nothing"
 
-        yield "reentrant checkpointing", recompute
+        yield f"{'reentrant ' * supports.checkpointing}checkpointing", recompute
     if not supports.generation:
 
         def generate() -> None:

@@ -197,21 +197,22 @@ def _recompute(s: Subject, ledger: Ledger, kind: dict[str, Any], when: str) -> N
     s.shard(model)
     if when == "after":
         checkpointing(model, kind)
-    again = []
-    for m in (reference, model):
-        m.train()
-        blocks = list(m.get_submodule(name)) if name else [m]
-        inputs = s.inputs(reference)
-        with calls_of_leaves(blocks) as calls:
-            loss = s.loss(m(**inputs))
-            first = [dict(counter) for counter in calls]
-            loss.backward()
-            again.append([sum(c.values()) - sum(f.values()) for c, f in zip(calls, first, strict=True)])
+    again = [recomputed(s, m, name) for m in (reference, model)]
     ledger.errors(gradient_errors(reference, model))
     if not any(again[0]):
         ledger.failed(f"the unsharded model recomputes nothing in {name or 'itself'}; correct the case's layers=")
     for index, (wanted, got) in enumerate(zip(*again, strict=True)):
         ledger.true(got > 0 or wanted == 0, f"block {index} is not recomputed, and {wanted} modules of it should be")
+
+
+def recomputed(s: Subject, model: Any, name: str) -> list[int]:
+    """Train with one batch; return how many modules of each block of ``name`` the backward calls again."""
+    blocks = list(model.train().get_submodule(name)) if name else [model]
+    with calls_of_leaves(blocks) as calls:
+        loss = s.loss(model(**s.inputs(model)))
+        first = [counter.total() for counter in calls]
+        loss.backward()
+        return [counter.total() - before for counter, before in zip(calls, first, strict=True)]
 
 
 def communication(s: Subject, ledger: Ledger) -> None:
