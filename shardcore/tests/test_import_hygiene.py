@@ -122,7 +122,7 @@ ROOMS = {
     },
     "weights": {"plan", "comm", "mesh", "errors", "_progress", "_private", "_torch"},
     "checkpoint": {"agree", "nn", "comm", "mesh", "errors", "_private", "_progress"},
-    "fsdp": {"agree", "policy", "plan", "nn", "config", "comm", "mesh", "errors", "_private"},
+    "fsdp": {"agree", "policy", "plan", "nn", "config", "comm", "mesh", "errors", "_private", "_torch"},
     "pipeline": {"fsdp", "agree", "plan", "nn", "config", "comm", "mesh", "errors", "_torch"},
 }
 

@@ -127,6 +127,7 @@ class Uses:
 
 _SPEC = "torch.distributed.tensor._dtensor_spec"
 _FSDP = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
 _COLLECTIVES = "torch.distributed._functional_collectives"
 _MODULE = "torch.nn.Module"
 _TENSOR = "torch.distributed.tensor.DTensor"
@@ -178,6 +179,7 @@ _NAMES: tuple[PrivateName, ...] = (
         PrivateName(f"{_FSDP}._fsdp_state.FSDPState.{name}", _CALLS, DATA_PARALLEL, of_instances=True)
         for name in ("_is_root", "_state_ctx", "_training_state")
     ),
+    PrivateName(f"{_GROUP}._training_state", _CALLS, DATA_PARALLEL, code=f"{_GROUP}.__init__"),
     *(
         PrivateName(f"{_FSDP}._fsdp_state.FSDPState.{name}", _CALLS, DATA_PARALLEL, since, until, True)
         for name, since, until in (("_fsdp_param_group", "", "2.12"), ("_fsdp_param_groups", "2.12", ""))

@@ -8,36 +8,43 @@ divided between steps, the parameters, gradients and the state of optimizers, is
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from shardcore.fsdp.units import parameter_groups, unit_of
 
 
 class Accumulation:
     """The micro-batches of one step of a model, to which FSDP2 may have been applied."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._fsdp: Any = model if isinstance(model, FSDPModule) else None
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._units: list[Any] = [] if self._fsdp is None else units
+        self._model: Any = model
+        self._unit = unit_of(model)
+        self._held = contextlib.ExitStack()
+
+    def hold(self) -> None:
+        """Keep what is gathered until the parameters are divided again: micro-batches follow one another."""
+        if self._unit is not None:
+            self._held.enter_context(self._unit.hold())
 
     def begin(self) -> None:
         """Gather all parameters, and let backwards leave gradients alone."""
-        if self._fsdp is None:
+        if self._unit is None:
             return
+        self.hold()
         self._switch(sums=False)
-        self._fsdp._get_fsdp_state()._lazy_init()  # or else the first block that gathers would be the root
-        for unit in self._units:
-            unit.unshard()
+        self._model._get_fsdp_state()._lazy_init()  # or else the first block that gathers would be the root
+        for unit in self._unit.all():
+            unit.module.unshard()  # type: ignore[operator]  # of FSDPModule
 
     def finish(self) -> None:
         """Sum the gradients over the replicas, and divide them and the parameters again."""
-        if self._fsdp is None:
+        if self._unit is None:
             return
         self._switch(sums=True)
-        root = self._fsdp._get_fsdp_state()
+        root = self._model._get_fsdp_state()
         # What a backward does at the end of each unit, and at its own: torch's pipelines do the same.
         for state in root._state_ctx.all_states:
             for group in parameter_groups(state):
@@ -47,25 +54,19 @@ class Accumulation:
 
     def give_up(self) -> None:
         """Remove all gradients, and divide the parameters again."""
-        self._model.zero_grad(set_to_none=True)
-        if self._fsdp is not None:
+        if self._unit is not None:
             self._switch(sums=True)
-            self.divide()
-            self._model.zero_grad(set_to_none=True)
+            self._held.close()
+            self._unit.reset(gradients=True)
+        self._model.zero_grad(set_to_none=True)
 
     def divide(self) -> None:
         """Divide the parameters again, as after calls without gradients."""
-        for unit in self._units:
-            unit.reshard()
+        self._held.close()
+        for unit in () if self._unit is None else self._unit.all():
+            unit.module.reshard()  # type: ignore[operator]  # of FSDPModule
 
     def _switch(self, *, sums: bool) -> None:
-        self._fsdp.set_is_last_backward(sums)
-        self._fsdp.set_reshard_after_backward(sums)
-        self._fsdp.set_requires_gradient_sync(sums)
-
-
-def parameter_groups(state: Any) -> list[Any]:
-    """Return the parameters that a unit gathers at once, in one group or, since torch 2.12, in several."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        self._model.set_is_last_backward(sums)
+        self._model.set_reshard_after_backward(sums)
+        self._model.set_requires_gradient_sync(sums)

@@ -64,10 +64,9 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     blocks = [block for block in blocks if any(True for _ in block.parameters())]  # else of another stage of a pipeline
     if sizes.pp > 1 and gathers:
         options.setdefault("reshard_after_forward", False)  # see `shardcore.fsdp.accumulation`
-    reshards = options.get("reshard_after_forward") is not False
     experts = [module for module in model.modules() if isinstance(module, ExpertParallel)]
     meet = None if is_alone() or mesh.size() == 1 else SameUnits(model, mesh, gathers=gathers)
-    for unit in prepare_units(model, [*experts, *blocks], reshards=reshards, meet=meet):
+    for unit in prepare_units(model, [*experts, *blocks], meet=meet):
         if isinstance(unit.module, ExpertParallel) and context.experts is not None:
             fully_shard(unit.module, mesh=context.experts[wide], **_of_experts(unit.module, options))
         else:

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import AgreementError
-from shardcore.fsdp.accumulation import parameter_groups
-from shardcore.fsdp.units import FSDPUnit
+from shardcore.fsdp.units import FSDPUnit, parameter_groups
 
 _COMPARED = 2  # forwards of each unit, and backwards
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils._pytree import tree_leaves
 
 from shardcore._private import DATA_PARALLEL, TESTED, complaint, missing
+from shardcore._torch import backward_task
 from shardcore.comm.gradients import PASSES
 from shardcore.errors import NotSupportedError
 from shardcore.nn.base import ParallelMixin
@@ -37,15 +38,11 @@ class FSDPUnit:
     Args:
         module: the module that `fully_shard` (or ``replicate``) is applied to.
         root: the unit of the whole model; None if it is this one.
-        reshards: whether what was gathered is let go after a call, as FSDP2 was told.
         meet: see `prepare_units`; None as soon as it has nothing to compare any more.
     """
 
-    def __init__(
-        self, module: nn.Module, root: FSDPUnit | None = None, *, reshards: bool = True, meet: Meet | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, root: FSDPUnit | None = None, *, meet: Meet | None = None) -> None:
         self.module = module
-        self.reshards = reshards
         self.meet = meet
         self.root = root or self
         self._inside = False
@@ -69,6 +66,8 @@ class FSDPUnit:
         state = self.root._state()
         if state._is_root is None:  # also decided already where a module of the user's holds the model, and is the root
             state._lazy_init()
+        if self.root._phase() == "PRE_BACKWARD" and backward_task() == -1 and not self.root._holds:
+            self.root.reset(gradients=True)
         if self.meet is not None:
             self.meet(self, "forward")
 
@@ -78,6 +77,8 @@ class FSDPUnit:
         """Call ``function``, which is the call of ``module``: the unit's, or one below it."""
         if module is not self.module:
             return self.run(function, args, kwargs)
+        if self is self.root and not self._holds and self._phase() == "IDLE" and self._gathered():
+            self.reset()  # after a forward without its backward: a step may have been taken since
         self.begin()
         out = function(*args, **kwargs)
         self._let_go()
@@ -92,23 +93,29 @@ class FSDPUnit:
         self._let_go()
         return out
 
+    def all(self) -> list[FSDPUnit]:
+        """Return the units of the model, of which this is the root."""
+        units = ((unit_of(module), module) for module in self.module.modules())
+        return [unit for unit, module in units if unit is not None and unit.module is module]
+
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep what calls without gradients gather until the end: many of them follow one another."""
-        self._holds += 1
+        """Keep what the units of the model gather until the end: many calls follow one another."""
+        self.root._holds += 1
         try:
             yield
         finally:
-            self._holds -= 1
+            self.root._holds -= 1
             with torch.no_grad():
-                self._let_go()
+                for unit in self.root.all():
+                    unit._let_go()
 
     def _let_go(self) -> None:
-        # FSDP2 leaves the root, and everything that is replicated, gathered for a backward. After a call without
-        # gradients none comes: parameters() would be the gathered ones, which no optimizer reaches, and the next call
-        # would not see what it has done meanwhile.
-        idle = not self._holds and not self._inside and self._phase() == "IDLE"
-        if idle and not torch.is_grad_enabled() and self.root.reshards:
+        # FSDP2 leaves the root, what is replicated, and what it was told to keep, gathered for a backward. After a call
+        # without gradients none comes: parameters() would be the gathered ones, which no optimizer reaches, and the
+        # next call would not see what it has done meanwhile.
+        idle = not self.root._holds and not self._inside and self._phase() == "IDLE"
+        if idle and not torch.is_grad_enabled():
             self.module.reshard()  # type: ignore[operator]  # of FSDPModule
 
     def run_forward(
@@ -131,7 +138,8 @@ class FSDPUnit:
                     self._follow(out, self.meet)
                 return out
             except BaseException:
-                self._give_up()
+                if self._phase() == "FORWARD":
+                    self.reset()
                 raise
             finally:
                 self._inside = outer
@@ -144,13 +152,32 @@ class FSDPUnit:
         if computed:
             register_multi_grad_hook(computed, lambda _: meet(self, "backward"), mode="any")
 
-    def _give_up(self) -> None:
-        """Forget a forward that was cut short, which FSDP2 would believe to be running still."""
-        state = self._state()
-        if self._phase() == "FORWARD":
-            state._training_state = self._idle
-        if state._state_ctx.iter_forward_root is state:
-            state._state_ctx.iter_forward_root = None
+    def reset(self, *, gradients: bool = False) -> None:
+        """Forget a forward or a backward of the unit that was cut short; of the root, whatever ran in any unit.
+
+        FSDP2 would believe it to be running still: what it has gathered would stay so, whatever an optimizer does to
+        the parameters, and what it does at the end of a backward would never come again. With ``gradients``, those that
+        were not summed over the replicas yet are dropped: no zero_grad() reaches them. A stage of a pipeline ends its
+        forwards where the next one begins: it is held, and its root alone forgets them.
+        """
+        for unit in self.all() if self is self.root and not self._holds else [self]:
+            state = unit._state()
+            groups = parameter_groups(state)
+            for each in (state, *groups):
+                each._training_state = self._idle
+            for parameter in (p for group in groups for p in group.fsdp_params if gradients):
+                parameter.unsharded_accumulated_grad = None
+                if (whole := getattr(parameter, "unsharded_param", None)) is not None:  # gathered once at least
+                    whole.grad = None
+            if state._state_ctx.iter_forward_root is state:
+                state._state_ctx.iter_forward_root = None
+            if state._is_root:
+                state._state_ctx.post_backward_final_callback_queued = False
+            if not self.root._holds:
+                unit.module.reshard()  # type: ignore[operator]  # of FSDPModule
+
+    def _gathered(self) -> bool:
+        return any(group.is_unsharded for group in parameter_groups(self._state()))
 
     def _phase(self) -> str:
         name: str = self._state()._training_state.name
@@ -233,18 +260,15 @@ def require_known_fsdp() -> None:
         )
 
 
-def prepare_units(
-    model: nn.Module, blocks: list[nn.Module], *, reshards: bool = True, meet: Meet | None = None
-) -> list[FSDPUnit]:
+def prepare_units(model: nn.Module, blocks: list[nn.Module], *, meet: Meet | None = None) -> list[FSDPUnit]:
     """Turn ``model``, its ``blocks`` and all other modules with parameters into modules of units, in place.
 
-    FSDP2 will be applied to the model last. ``reshards`` as `FSDPUnit` has it; ``meet`` is called before something may
-    be sent for a unit.
+    FSDP2 will be applied to the model last. ``meet`` is called before something may be sent for a unit.
 
     Returns:
         the units, that of the model last: `FSDPUnit.watch` each as soon as FSDP2 was applied to its module.
     """
-    root = FSDPUnit(model, reshards=reshards, meet=meet)
+    root = FSDPUnit(model, meet=meet)
     units = [*(FSDPUnit(block, root, meet=meet) for block in blocks), root]
     owned: set[nn.Module] = set()
     for unit in units:
@@ -273,3 +297,10 @@ def _own(top: nn.Module, owned: set[nn.Module]) -> list[nn.Module]:
 def unit_of(module: nn.Module) -> FSDPUnit | None:
     """Return the unit that holds the parameters of ``module``; None where FSDP2 was not applied by shardcore."""
     return module.__dict__.get(UNIT)
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """Return the parameters that a unit gathers at once, in one group or, since torch 2.12, in several."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -229,6 +229,8 @@ class Pipeline:
 
     def _evaluate(self, step: PipelineStep) -> None:
         """Run all forwards."""
+        accumulation = Accumulation(self.model)
+        accumulation.hold()
         self._step = step
         try:
             failures = [
@@ -246,7 +248,7 @@ class Pipeline:
             self.ranks.agree(_first(failures))
         finally:
             self._step = None
-            Accumulation(self.model).divide()
+            accumulation.divide()
 
     def _outputs(self, step: PipelineStep, *, everywhere: bool) -> Iterator[Any]:
         """Yield the outputs of all micro-batches, on the ranks that are to have them."""
