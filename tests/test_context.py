@@ -8,13 +8,15 @@ import pytest
 import torch
 
 import shardcore
+from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import PlanError
 from shardcore_shardformer import Booster, HybridParallelPlugin
 from shardcore_testing import no_float32_islands
-from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters
+from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+shardcore_peft = pytest.importorskip("shardcore_peft")
 
 _SIZES = {
     "vocab_size": 97,
@@ -156,3 +158,85 @@ def _adapted(fields):
 @no_float32_islands()
 def test_with_adapters(pool):
     pool.run(_adapted, {"cp": 2, "context_parallel_mode": "ring_attn"})
+
+
+_ADAPTERS = {
+    "lora": peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True, init_lora_weights=False),
+    "prompts": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def _adapted_later(name, fields):
+    base = _build("Qwen3ForCausalLM", {**_SIZES, **_SERVED["Qwen3ForCausalLM"]})
+    sharded = shardcore_peft.get_peft_model(shardcore.shard(copy.deepcopy(base), **fields), _ADAPTERS[name])
+    reference = peft.get_peft_model(base, _ADAPTERS[name]).double()
+    own = dict(sharded.named_parameters())
+    inputs = {**_inputs(reference, left=False), "use_cache": False}
+    with torch.no_grad():
+        for key, parameter in reference.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(whole(own[key]))
+    for model in (reference, sharded):
+        model(**inputs).loss.backward()
+    for key, parameter in reference.named_parameters():
+        if parameter.requires_grad:
+            assert_close(
+                parameter.grad, whole(own[key].grad), f"gradient of {key}", 1e-6
+            )  # PEFT makes prompts in float32
+
+
+@pytest.mark.parametrize("name", _ADAPTERS)
+@no_float32_islands()
+def test_adapters_that_come_later(pool, name):
+    pool.run(_adapted_later, name, {"cp": 2})
+    pool.run(_adapted_later, name, {"cp": 2, "tp": 2}, world=4)
+
+
+def _embedded():
+    """What is in front of a model has the gradient of all tokens on every rank."""
+    for name, body in (("Qwen3ForCausalLM", "model"), ("BertForSequenceClassification", "bert")):
+        reference = _build(name, {**_SIZES, **_SERVED[name]})
+        sharded = shardcore.shard(copy.deepcopy(reference), cp=2)
+        inputs = _inputs(reference, left=False)
+        states = reference.get_input_embeddings()(inputs.pop("input_ids")).detach()
+        for alone in (False, True):
+            given = [states.clone().requires_grad_() for _ in range(2)]
+            for model, own in zip((reference, sharded), given, strict=True):
+                if alone:
+                    mask = inputs["attention_mask"]
+                    out = getattr(model, body)(inputs_embeds=own, attention_mask=mask)
+                    out.last_hidden_state.pow(3).sum().backward()
+                else:
+                    model(**inputs, inputs_embeds=own).loss.backward()
+            assert_close(given[0].grad, given[1].grad, f"gradient of what {name} is given")
+
+
+@no_float32_islands()
+def test_embeddings_that_are_given(pool):
+    pool.run(_embedded)
+
+
+@pytest.mark.parametrize("fields", [{"cp": 2, "tp": 2, "ep": 2}, {"cp": 4, "ep": 4}], ids=str)
+@no_float32_islands()
+def test_with_shared_experts(pool, fields):
+    pool.run(_same, ["MixtralForCausalLM"], fields, world=4)
+
+
+def _staged(name, options):
+    """Logits that a part of the last stage, of which others know the form, has divided."""
+    reference = _build(name, {**_SIZES, **options})
+    sharded = shardcore.shard(copy.deepcopy(reference), cp=2, pp=2, num_microbatches=2)
+    inputs = _inputs(reference, left=False)
+    wanted = reference(**inputs).loss
+    wanted.backward()
+    assert_close(wanted, sharded.train_step(inputs), "loss")
+    grads = {key: p.grad for key, p in reference.named_parameters(remove_duplicate=False)}
+    largest = max(float(grad.abs().max()) for grad in grads.values())  # that of a key's bias is none
+    for key, parameter in sharded.named_parameters():
+        assert float((grads[key] - whole(parameter.grad)).abs().max()) <= 1e-12 * largest, key
+
+
+@pytest.mark.skipif(not CAN_PIPELINE, reason="pipelines need torch 2.13")
+@no_float32_islands()
+def test_masked_words_in_stages(pool):
+    pool.run(_staged, "RobertaForMaskedLM", {**_NO_DROPOUT, "pad_token_id": 0}, world=4)

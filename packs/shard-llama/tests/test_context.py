@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import DynamicCache, LlamaForCausalLM
 
 import shardcore
+from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import ConfigError, NotSupportedError, PlanError
 from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
@@ -209,6 +210,37 @@ def _generated(mode):
 @_MODES
 def test_generation(pool, mode):
     pool.run(_generated, mode)
+
+
+def _stages(fields):
+    """Micro-batches with unlike numbers of labels, blocks that are recomputed, steps, evaluations between them."""
+    reference, sharded = _pair(fields=fields, num_hidden_layers=4)
+    checkpointing(sharded, {"use_reentrant": False})
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-2) for m in (reference, sharded)]
+    for seed in range(3):
+        inputs = batch(reference, seed, rows=4, length=11, pads=(0, 5, 1, 2))
+        wanted = reference(**inputs).loss
+        wanted.backward()
+        assert_close(wanted, sharded.train_step(inputs), "loss")
+        assert_close(wanted, sharded.eval_step(inputs), "loss in evaluation")
+        norm = torch.stack([p.grad.square().sum() for p in reference.parameters()]).sum().sqrt()
+        assert_close(norm, shardcore.grad_norm(sharded), "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        assert_close(reference(**inputs).logits, sharded(**inputs).logits, "logits")
+    parameters = dict(reference.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        assert_close(parameters[name], whole(parameter), name)
+
+
+@pytest.mark.skipif(not CAN_PIPELINE, reason="pipelines need torch 2.13")
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_in_stages(pool, mode, schedule):
+    fields = {"pp": 2, "num_microbatches": 2, "pipeline_schedule": schedule, "context_parallel_mode": mode}
+    pool.run(_stages, fields, world=4)
 
 
 def _refuses():

@@ -19,7 +19,7 @@ from shardcore.agree.agreement import Report, agree
 from shardcore.apply.errors import together
 from shardcore.errors import ConfigError, NotSupportedError, WrapError
 from shardcore.fsdp.units import unit_of
-from shardcore.mesh.axes import group_of
+from shardcore.mesh.axes import Sizes, group_of
 from shardcore.mesh.context import ShardContext, nearest_context, set_context, set_part_of
 from shardcore.nn import ParallelMixin
 from shardcore.nn.intact import AROUND
@@ -246,7 +246,7 @@ def adding(model: nn.Module, config: Any, name: str, work: Callable[[], Result])
     group, doing = group_of(context.mesh), "adding an adapter to"
     with together(model, group=group, doing=doing):
         _check(inner, config, name, context)
-    if context.sizes.tp * context.sizes.replicas == 1:
+    if Sizes.of(context.parameters).ranks == 1:
         return work()
     with together(model, group=group, doing=doing, changing=True):
         if config.is_prompt_learning:
@@ -297,7 +297,7 @@ def refuse_unplaced(model: nn.Module) -> None:
 
 
 def _check(inner: nn.Module, config: Any, name: str, context: ShardContext) -> None:
-    sizes = context.sizes
+    sizes = Sizes.of(context.parameters)  # ranks that divide the tokens of a batch are replicas to gradients
     if not isinstance(config, PeftConfig):
         raise ConfigError(f"the settings of an adapter are a peft.PeftConfig, got a {type(config).__name__}")
     inside, saved = not config.is_prompt_learning, sorted(set(getattr(config, "modules_to_save", None) or ()))
@@ -352,7 +352,7 @@ def _give_forms(new: Mapping[str, nn.Parameter], inner: nn.Module, context: Shar
             let_merge(site.layer, context)
         for name in begin:  # PEFT has looked at a base without values
             begin_with_norms(site.layer, name)
-        if context.sizes.replicas > 1:
+        if context.replica_groups:
             keep_on_replicas(site.layer, context)
 
 

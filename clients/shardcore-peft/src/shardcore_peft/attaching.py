@@ -53,7 +53,8 @@ class AttachedAdapters(Attached):
     def check(self, plan: ShardPlan) -> None:
         """Refuse what is known to have no sharded form, before anything is changed."""
         config = plan.config
-        ranks, replicas = config.tensor_parallel_size or 1, config.data_parallel_size or 1
+        ranks = config.tensor_parallel_size or 1
+        replicas = (config.data_parallel_size or 1) * (config.context_parallel_size or 1)  # to gradients
         if (config.pipeline_parallel_size or 1) > 1:
             raise NotSupportedError(
                 f"adapters on a {type(self.model).__name__} that is divided among the ranks of a pipeline are not "

@@ -215,6 +215,8 @@ def attend(
     Returns:
         (B, L, H, E).
     """
+    if q.is_meta:  # what a block sees depends on a mask, which may have numbers; what it returns does not
+        return q.new_empty(q.size(0), q.size(2), q.size(1), v.size(3))
     ring = groups.ring.rank if groups.ring else 0
     exchange = groups.heads
     heads = _Heads.of(q.size(1), k.size(1), exchange.size if exchange else 1)

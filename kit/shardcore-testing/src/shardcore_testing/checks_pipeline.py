@@ -48,11 +48,8 @@ def schedules(s: Subject, ledger: Ledger) -> None:
     four ranks each stage is shared by two as well, which split its heads, and its tokens where that is supported.
     """
     with ledger.check("schedules"):
-        if not CAN_PIPELINE:
-            ledger.closed("torch before 2.13 has no pipelines for these models")
-            return
-        if not s.case.supports.pipeline:
-            ledger.closed("pipeline parallelism")
+        if not (CAN_PIPELINE and s.case.supports.pipeline):
+            ledger.closed("pipeline parallelism" if CAN_PIPELINE else "torch before 2.13 has none for these models")
             return
         cut = _finest(s, s.build())
         trials = [] if cut is None else list(_trials(s, len(cut.blocks)))
@@ -70,11 +67,12 @@ def _trials(s: Subject, blocks: int) -> Iterator[dict[str, Any]]:
         yield {"pp": s.tp, "pipeline_schedule": "interleaved_zero_bubble", "num_model_chunks": 1}
     if blocks >= 2 * s.tp:
         yield {"pp": s.tp, "pipeline_schedule": "zbv"}
-    supports = s.case.supports
-    if s.tp == 4 and 2 in supports.tensor_parallel:
-        tokens = {"enable_sequence_parallelism": True} if supports.sequence else {}
+    if s.tp == 4 and 2 in s.case.supports.tensor_parallel:
+        tokens = {"enable_sequence_parallelism": True} if s.case.supports.sequence else {}
         for schedule in ("1f1b", *(["zbv"] if blocks >= 4 else [])):
             yield {"pp": 2, "tp": 2, "pipeline_schedule": schedule, **tokens}
+    if s.tp == 4 and s.case.supports.context and s.lacks_context() is None:
+        yield {"pp": 2, "cp": 2, "pipeline_schedule": "zbv" if blocks >= 4 else "1f1b"}
 
 
 def _train(s: Subject, ledger: Ledger, fields: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 from shardcore.errors import PlanError
-from shardcore.nn.context.shard import divided_attention
 from shardcore.nn.sequence.tokens import SequenceStack
 from shardcore_testing import checks_random, checks_state, checks_training
 from shardcore_testing.findings import Ledger
@@ -47,11 +46,8 @@ def sequence_modes(s: Subject, ledger: Ledger) -> None:
 def context(s: Subject, ledger: Ledger) -> None:
     """Ranks that divide the tokens of their batches compute what one does, by exchanges and, where they can, rings."""
     with ledger.check("context"):
-        if not s.case.supports.context:
-            ledger.closed("context parallelism")
-            return
-        library = divided_attention(s.build())
-        if library is not None and (lacks := library.lacks()) is not None:
+        lacks = s.lacks_context() if s.case.supports.context else "context parallelism"
+        if lacks is not None:
             ledger.closed(lacks)
             return
         exchanged, ringed = (

@@ -24,6 +24,7 @@ from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, PlanError
 from shardcore.mesh.axes import current_device, device_type_of
+from shardcore.nn.context.shard import divided_attention
 from shardcore.nn.copies import meta_copy
 from shardcore.plan import ShardPlan
 from shardcore.plugins.registry import GROUP, Registry, default_registry
@@ -185,6 +186,11 @@ class Subject:
     def blocks(self, model: nn.Module, plan: ShardPlan) -> str:
         """Return the name of the list of blocks; empty if nobody says."""
         return self.case.layers or next(iter(plan.stages.lists if plan.stages else ()), "")
+
+    def lacks_context(self) -> str | None:
+        """Say what the installed library of the model lacks for context parallelism, or None."""
+        library = divided_attention(self.build())
+        return None if library is None else library.lacks()
 
     def gathered(self, value: Value) -> list[Value]:
         """Return the values of all ranks."""

@@ -103,11 +103,6 @@ def with_spec(local: Tensor, spec: DTensorSpec | None) -> Tensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-def partial_spec(spec: DTensorSpec) -> DTensorSpec:
-    """Return the spec of a gradient that every rank holds only its summand of."""
-    return DTensorSpec(spec.mesh, (Partial(),), tensor_meta=spec.tensor_meta)
-
-
 def by_dtype(tensors: Sequence[Tensor | None]) -> Iterator[list[int]]:
     """Yield the places of the tensors of each dtype, in the order of the first of each."""
     for dtype in dict.fromkeys(t.dtype for t in tensors if t is not None):
@@ -166,7 +161,9 @@ class _ReadPartial(Function):
         out: list[Tensor | None] = [None] * len(grads)
         for i, part in zip(own, parts, strict=True):
             spec = ctx.specs[i]
-            out[i] = with_spec(part, partial_spec(spec) if ctx.deferred and spec is not None else spec)
+            if ctx.deferred and spec is not None:  # every rank has its summand
+                spec = DTensorSpec(spec.mesh, (Partial(),), tensor_meta=spec.tensor_meta)
+            out[i] = with_spec(part, spec)
         return None, None, *out
 
 

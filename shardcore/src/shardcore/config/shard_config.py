@@ -67,8 +67,8 @@ class ShardConfig:
             data-parallel ranks.
         pipeline_parallel_size: ranks among which the blocks of the model are divided; each holds one stage of a
             pipeline, or several. Default: 1. The model then has ``train_step`` and ``eval_step``.
-        expert_parallel_size: of the ``dp_shard_size`` replicas, which it divides, so many share the experts of a model:
-            each has whole ones, and tokens travel. Default: 1, every replica has all experts.
+        expert_parallel_size: of the ``dp_shard_size`` times ``context_parallel_size`` ranks, which it divides, so many
+            share the experts of a model: each has whole ones, and tokens travel. Default: 1, every one has all experts.
         context_parallel_size: ranks that divide the tokens of each batch, which all of them are given whole, from the
             first block to the last. They shard parameters by FSDP2 together with ``dp_shard_size``. Default: 1.
         context_parallel_mode: how tokens of different ranks attend to each other: ``"all_to_all"`` (each rank has all
@@ -244,7 +244,7 @@ class ShardConfig:
         experts = self.expert_parallel_size or 1
         if experts == 1:
             return None
-        return build_mesh(dataclasses.replace(self._sizes, dp_shard=self._sizes.dp_shard // experts, ep=experts))
+        return build_mesh(dataclasses.replace(self._sizes, dp_shard=self.parameter_shards // experts, cp=1, ep=experts))
 
     def group(self) -> ProcessGroup | None:
         """Return the ranks that shard a model together; None for the default process group.
@@ -335,8 +335,6 @@ def _check_context(config: ShardConfig) -> None:
     _refuse_beside(
         f"context_parallel_size={ranks}",
         "leave one of them out (sizes, such as tp= and dp=, say what a mesh would)",
-        pipeline_parallel_size=(config.pipeline_parallel_size or 1) > 1,
-        expert_parallel_size=(config.expert_parallel_size or 1) > 1,
         enable_jit_fused=config.enable_jit_fused is True,
         enable_flash_attention=config.enable_flash_attention is True,
         device_mesh=config.device_mesh is not None,

@@ -97,7 +97,7 @@ def fill_in(given: Mapping[str, int | None], world_size: int, *, experts: int = 
             )
         each //= size  # ranks of a stage, that have the same tokens
     if experts > 1 and tensor is data is replicate is shard is None:
-        shard = experts
+        shard = max(1, experts // context)
     if data is None and shard:
         data = shard * (replicate or 1)
     if tensor is None:
@@ -119,9 +119,10 @@ def fill_in(given: Mapping[str, int | None], world_size: int, *, experts: int = 
             f"dp_replicate_size {replicate} times dp_shard_size {shard} is {replicate * shard}, but "
             f"data_parallel_size is {data}"
         )
-    if shard % experts:
+    if shard * context % experts:
+        beside = f" times context_parallel_size {context}" if context > 1 else ""
         raise ConfigError(
-            f"expert_parallel_size {experts} does not divide dp_shard_size {shard}: experts are shared among so many "
-            f"replicas. Use dp={experts} or a multiple of it, or another expert_parallel_size"
+            f"expert_parallel_size {experts} does not divide dp_shard_size {shard}{beside}: experts are shared among "
+            f"so many ranks. Use dp={experts} or a multiple of it, or another expert_parallel_size"
         )
     return dict(zip(SIZES, (tensor, data, replicate, shard, pipeline, context), strict=True))

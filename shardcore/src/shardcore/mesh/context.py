@@ -187,8 +187,8 @@ class ShardContext:
     @property
     def replica_groups(self) -> list[ProcessGroup]:
         """The process group of each data axis with several ranks: together they reach all replicas."""
-        axes = [name for axis in DATA_AXES if (name := axis_name(self.mesh, axis))]
-        groups = [self.mesh.get_group(axis) for axis in axes]
+        axes = [name for axis in DATA_AXES if (name := axis_name(self.parameters, axis))]
+        groups = [self.parameters.get_group(axis) for axis in axes]
         return [group for group in groups if group.size() > 1]
 
     @property

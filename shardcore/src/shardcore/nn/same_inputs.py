@@ -55,10 +55,6 @@ _COMPUTED = 1e-2
 _HELD_ON_CPU, _HELD = 1e-7, 1e-4
 
 
-def _kind_of_call(training: bool, gradients: bool) -> str:
-    return f"a call in {'training' if training else 'evaluation'} mode, with{'' if gradients else 'out'} gradients"
-
-
 def _is_due(number: int, every: int) -> bool:
     """Tell whether the call with this ``number`` is compared: the first ones, then ever fewer, and each ``every``-th.
 
@@ -134,7 +130,8 @@ class SameInputs(ParallelMixin):
             self._inputs_open.clear()
 
     def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, generates: bool = False) -> None:
-        kind = "a generation" if generates else _kind_of_call(self.training, torch.is_grad_enabled())
+        mode, gradients = "training" if self.training else "evaluation", "" if torch.is_grad_enabled() else "out"
+        kind = "a generation" if generates else f"a call in {mode} mode, with{gradients} gradients"
         by_name = sorted((name, value) for name, value in kwargs.items() if name not in _OF_A_RANK)
         named = [*((f"the argument at position {i}", v) for i, v in enumerate(args)), *by_name]
         leaves = [leaf for name, value in named for leaf in _leaves(name, value, _DEEP)]

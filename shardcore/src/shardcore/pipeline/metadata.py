@@ -51,7 +51,7 @@ def _each(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Return a tree in which each tensor is changed; of logits that are split over the vocabulary, this rank's part."""
 
     def changed(leaf: Tensor | VocabParallelLogits) -> Tensor | VocabParallelLogits:
-        return leaf.with_local(change(leaf.local)) if isinstance(leaf, VocabParallelLogits) else change(leaf)
+        return leaf.changed(change) if isinstance(leaf, VocabParallelLogits) else change(leaf)
 
     return tree_map_only((Tensor, VocabParallelLogits), changed, tree)
 

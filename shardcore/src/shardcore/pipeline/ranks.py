@@ -33,7 +33,7 @@ class PipelineRanks:
         self.group: ProcessGroup = axis.group
         self.rank, self.size = axis.rank, axis.size
         self._context, self._everybody = context, group_of(context.mesh)
-        names = tuple(name for name in ("pp", "tp") if axis_name(context.mesh, name) is not None)
+        names = tuple(name for name in ("pp", "cp", "tp") if axis_name(context.mesh, name) is not None)
         # Ranks that are given one batch: those of one replica.
         self._alike = self._everybody if context.sizes.replicas == 1 else group_of(context.mesh[names])
 

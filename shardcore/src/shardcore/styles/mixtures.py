@@ -70,7 +70,7 @@ def experts(
             return
         if isinstance(held, nn.ModuleList):
             _listed(scope, place, held, names_of(col), row)
-            if (scope.config.dp_shard_size or 1) * (scope.config.dp_replicate_size or 1) > 1:
+            if scope.config.parameter_shards * (scope.config.dp_replicate_size or 1) > 1:
                 scope.add(SyncRouting(path=scope.name(block), weights=weights, experts=len(held)))
         else:
             _stacked(scope, place, held)
@@ -120,12 +120,12 @@ def _stacked(scope: Scope, place: str, weights: nn.Module) -> None:
         _refuse(scope, "experts with biases are not given whole to the axis ep", place, weights)
     elif spread > 1:
         scope.swap(place, ExpertParallel, cuts=cuts, spread=spread)
-        shards = (scope.config.dp_shard_size or 1) // spread
+        shards = scope.config.parameter_shards // spread
         width = down.size(next(3 - cut.dim for cut in cuts if cut.parameter == DOWN))
         if width % shards:
             scope.problem(
-                f"FSDP2 divides whole experts along their {width} features, which {shards} ranks (dp_shard_size / "
-                "expert_parallel_size) do not divide",
+                f"FSDP2 divides whole experts along their {width} features, which {shards} ranks (dp_shard_size * "
+                "context_parallel_size / expert_parallel_size) do not divide",
                 "use a larger expert_parallel_size, or dp_replicate_size for the rest",
                 place,
             )

@@ -52,10 +52,11 @@ class DividedLogits(VocabParallelLogits):
         """Return the logits that a head made of this rank's tokens, (B, L, V)."""
         split = isinstance(out, VocabParallelLogits)
         batch, tokens, size = out.shape
-        count = functools.partial(torch.arange, device=out.device)
+        device = "cpu" if out.device.type == "meta" else out.device  # of those of another stage it is known too
+        count = functools.partial(torch.arange, device=device)
         own = torch.cat([count(start, stop) for start, stop in places.ranks[shard.rank]])
         order = (count(batch)[:, None] * places.length + own).flatten()
-        where = torch.full((batch * places.length,), -1, device=out.device)
+        where = torch.full((batch * places.length,), -1, device=device)
         where[order] = count(batch * tokens)
         vocabulary = out._vocabulary if split else Vocabulary(shard.context, size, 0)
         return cls(where.view(batch, places.length, 1), vocabulary, out.flatten(0, 1), shard, order)
@@ -65,12 +66,6 @@ class DividedLogits(VocabParallelLogits):
     def local(self) -> Tensor:
         """This rank's rows."""
         return self._rows.local if isinstance(self._rows, VocabParallelLogits) else self._rows
-
-    @property
-    @override
-    def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
-        return self._rows.dtype
 
     def __getitem__(self, index: Any) -> Self:
         found = super().__getitem__(index)
@@ -117,8 +112,8 @@ class DividedLogits(VocabParallelLogits):
         return sum_of_ranks(whole, self._shard.groups.everybody)
 
     @override
-    def _changed(self, change: Change) -> Self:
-        rows = self._rows._changed(change) if isinstance(self._rows, VocabParallelLogits) else change(self._rows)
+    def changed(self, change: Change) -> Self:
+        rows = self._rows.changed(change) if isinstance(self._rows, VocabParallelLogits) else change(self._rows)
         return self._with(self._local, rows)
 
     @override
@@ -130,7 +125,7 @@ class DividedLogits(VocabParallelLogits):
         return own.reshape(-1)
 
     @override
-    def with_local(self, local: Tensor) -> Self:
+    def _with_local(self, local: Tensor) -> Self:
         return self._with(local, self._rows)
 
     def _with(self, where: Tensor, rows: Tensor | VocabParallelLogits) -> Self:

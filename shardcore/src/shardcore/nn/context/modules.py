@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from shardcore._torch import backward_task
@@ -68,6 +69,8 @@ class ContextStack(_ContextModule):
                 f"tokens are not divided then. Or leave {asks} out"
             )
         shard.phase, shard.last = "whole" if cached else "before", None
+        if not shard.divides_logits:  # the whole model is not running
+            args, kwargs = tree_map_only(Tensor, shard.given, (args, kwargs))
         try:
             out = super().forward(*args, **kwargs)
             if shard.divided:
@@ -199,6 +202,7 @@ class ContextModel(_ContextModule):
                 "Do not ask for them, or shard without context_parallel_size"
             )
         shard = self._context
+        args, kwargs = tree_map_only(Tensor, shard.given, (args, kwargs))
         shard.divides_logits = True
         try:
             out = super().forward(*args, **kwargs)

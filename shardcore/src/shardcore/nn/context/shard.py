@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from shardcore._private import CONTEXT, require
 from shardcore.comm.collectives import Channel
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
-from shardcore.nn.context.places import Places, gather_tokens, tokens_of, total
+from shardcore.nn.context.places import Places, gather_tokens, sum_of_ranks, tokens_of, total
 from shardcore.nn.libraries import ask
 
 _SHARD = "_shardcore_context_shard"
@@ -112,6 +113,13 @@ class ContextShard:
         self.phase, self.rows = "inside", rows
         self.last = self.groups.places(tokens, zigzag=self.zigzag) if tokens >= 2 * size else None
         return self.last
+
+    def given(self, x: Tensor) -> Tensor:
+        """Return an argument of the model's; each rank has its own tokens' gradient, and what counts is their mean."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(lambda grad: sum_of_ranks(grad, self.groups.everybody) / self.groups.everybody.size)
+        return x
 
     def own(self, x: Tensor, places: Places, dim: int = 1) -> Tensor:
         """Return this rank's tokens of ``x``, which has all of them along ``dim``, or one for all."""

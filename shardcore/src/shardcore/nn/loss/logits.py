@@ -63,12 +63,12 @@ class VocabParallelLogits:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of this rank's part."""
-        return self._local.dtype
+        return self.local.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of this rank's part."""
-        return self._local.device
+        return self.local.device
 
     @property
     def ndim(self) -> int:
@@ -106,7 +106,7 @@ class VocabParallelLogits:
         keeps = bool(wanted) and (wanted[-1] == vocabulary or (wanted[-1] == -1 and wanted[:-1] == self.shape[:-1]))
         if not keeps:
             self._refuse(f"a view as {wanted}")
-        return self.with_local(self._local.reshape(*wanted[:-1], self._local.size(-1)))
+        return self._with_local(self._local.reshape(*wanted[:-1], self._local.size(-1)))
 
     reshape = view
 
@@ -114,7 +114,7 @@ class VocabParallelLogits:
         """Return the same logits with some dims joined, but for the last."""
         if end_dim % self.ndim == self.ndim - 1 and start_dim % self.ndim != self.ndim - 1:
             self._refuse("flattening the vocabulary")
-        return self.with_local(self._local.flatten(start_dim, end_dim))
+        return self._with_local(self._local.flatten(start_dim, end_dim))
 
     def __getitem__(self, index: Any) -> Self:
         parts = index if isinstance(index, tuple) else (index,)
@@ -125,7 +125,7 @@ class VocabParallelLogits:
         whole_last = last is Ellipsis or last == slice(None) or (len(parts) == 1 and masks)
         if any(part is None for part in parts) or ((reaches or masks) and not whole_last):
             self._refuse(f"the selection {index!r}")
-        return self.with_local(self._local[index])
+        return self._with_local(self._local[index])
 
     def __mul__(self, factor: Any) -> Self:
         return self._elementwise(torch.mul, factor)
@@ -137,7 +137,7 @@ class VocabParallelLogits:
 
     def __add__(self, bias: Any) -> Self:
         own = self._own(bias)
-        return self._changed(lambda local: local + own)
+        return self.changed(lambda local: local + own)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -226,10 +226,11 @@ class VocabParallelLogits:
             self._refuse("arithmetic with other tensors")
         if any(arg.requires_grad for arg in others):  # its gradient would be a summand
             self._refuse("arithmetic with a number that needs a gradient")
-        return self._changed(lambda local: function(local, *args, **options))
+        return self.changed(lambda local: function(local, *args, **options))
 
-    def _changed(self, change: Change) -> Self:
-        return self.with_local(change(self._local))
+    def changed(self, change: Change) -> Self:
+        """Return the same logits, of which this rank's are changed."""
+        return self._with_local(change(self._local))
 
     def _own(self, bias: Any) -> Tensor:
         """Return this rank's part of a bias (..., V), such as a buffer that every rank has whole."""
@@ -241,7 +242,7 @@ class VocabParallelLogits:
         start, stop = chunk_bounds(self._vocabulary.size, context.size, context.rank)
         return bias[..., start:stop]
 
-    def with_local(self, local: Tensor) -> Self:
+    def _with_local(self, local: Tensor) -> Self:
         """Return the same logits of which this rank has ``local``."""
         return type(self)(local, self._vocabulary)
 
@@ -280,11 +281,12 @@ class LazyLogits(VocabParallelLogits):
             self._refuse("an addition of one bias for each token, in logits that are computed within the loss")
         return own.reshape(-1)
 
-    def _changed(self, change: Change) -> Self:
+    @override
+    def changed(self, change: Change) -> Self:
         return type(self)(self._local, self._vocabulary, self._head, self._chunk, (*self._changes, change))
 
     @override
-    def with_local(self, local: Tensor) -> Self:
+    def _with_local(self, local: Tensor) -> Self:
         return type(self)(local, self._vocabulary, self._head, self._chunk, self._changes)
 
 
