@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import shardcore
 from compared import Record, flat, outputs_of, weighted, whole
@@ -103,14 +104,29 @@ class Run:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-4)
         for step in range(2):
+            if step:
+                self._cut_short()
+                optimizer.zero_grad()
             for micro in range(2):
                 self._backward(self._loss(2 * step + micro, f"step {step}.{micro}"))
             self._gradients()
             norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
             self.found[-1].values["norm"] = whole(norm)
+            with torch.set_grad_enabled(self.draw.number % 3 == 0):
+                self._loss(9, f"before step {step}")
             optimizer.step()
             optimizer.zero_grad()
             self.found[-1].values.update({f"parameter {n}": p for n, p in _copies(self.model)})
+
+    def _cut_short(self) -> None:
+        """Call the model, of which a module in the middle raises: in the forward, or in the backward."""
+        modules = [module for module in self.model.modules() if module._parameters and not list(module.children())]
+        handle = modules[len(modules) // 2].register_forward_hook(_raises if self.draw.number % 2 else _raises_later)
+        try:
+            self._backward(self._loss(8, "cut short"))
+        except CutShortError:
+            self.found.pop()
+        handle.remove()
 
     def _captured(self) -> None:
         wish = {"output_attentions": self.draw.model["attn_implementation"] == "eager", "output_hidden_states": True}
@@ -201,7 +217,23 @@ class Reference(Run):
         return torch.stack(losses).mean()
 
 
+class CutShortError(Exception):
+    """What a hook raises."""
+
+
+def _raises(*_: Any) -> None:
+    raise CutShortError
+
+
+def _raises_later(module: nn.Module, inputs: Any, out: Any) -> None:
+    if isinstance(out, Tensor) and out.requires_grad:
+        out.register_hook(_raises)
+
+
 def _copies(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # after a forward those that it gathered are parameters still
     for name, parameter in model.named_parameters():
         yield name, whole(parameter.detach()).clone()
 

@@ -25,6 +25,8 @@ def flat(out: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model's output with their names; caches are left out."""
     if isinstance(out, Tensor):
         yield prefix or "output", out
+    elif hasattr(type(out), "full_tensor"):  # logits that are divided over ``cp``
+        yield prefix, out.full_tensor()
     elif isinstance(out, Mapping):
         for name, value in out.items():
             yield from flat(value, f"{prefix}.{name}" if prefix else str(name))

@@ -169,6 +169,8 @@ def draw_plain(number: int) -> Draw:
     cls = dice.of(*FAMILIES[family])
     mesh, ranks = _mesh(dice)
     tp = mesh["tensor_parallel_size"]
+    if family in ("llama", "bert") and ranks == 2 and dice.often(0.4):
+        mesh["context_parallel_size"], ranks = 2, 4
     model = MODELS[family](dice, cls, tp)
     calls = {call: weight for call, weight in _CALLS.items() if _fits(call, family, cls, ranks // tp)}
     fields: dict[str, Any] = {}
@@ -204,6 +206,7 @@ def draw_plain(number: int) -> Draw:
         call=call,
         checkpointing=checkpointing,
         frozen=dice.of(0.3, 0.7) if dice.often(0.3) and call != "steps" else 0.0,
+        may=("context parallelism", "context_parallel") if "context_parallel_size" in mesh else (),
     )
 
 

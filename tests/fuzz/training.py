@@ -33,7 +33,7 @@ _SHOWN = (
 
 def replica_here(draw: Draw) -> int:
     """Return whose batches this rank is called with."""
-    return dist.get_rank() // draw.tp % draw.replicas
+    return dist.get_rank() // (draw.tp * draw.mesh.get("context_parallel_size", 1)) % draw.replicas
 
 
 def odd_of(draw: Draw) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def compare_calls(model: nn.Module, context: ShardContext, every: int) -> None:
     if ranks and every:
         # A model around this one, or a loop of the user's, looks up embeddings by itself.
         parts = [module for module in model.modules() if isinstance(module, VocabEmbedding)]
-        meet = functools.partial(_compared, ranks, type(model).__name__)
+        axes = "cp x tp" if context.sizes.cp > 1 else "tp"
+        meet = functools.partial(_compared, ranks, f"{type(model).__name__} ({axes})")
         compare_inputs([model, *parts], every, checksum, meet)
 
 
@@ -89,7 +90,7 @@ def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
             name, here, there = told
             if name == ALIKE:
                 raise AgreementError(
-                    f"ranks {first} and {other} share one {model} (tp) and have other values of the parameters that "
+                    f"ranks {first} and {other} share one {model} and have other values of the parameters that "
                     f"each of them has whole: {here} on rank {first}, and {there} on rank {other}. Something has "
                     "changed them on one rank alone: a step of an optimizer, or weights that were loaded or set there. "
                     "Do that on all ranks alike, and begin again from the last checkpoint: what was computed since is "
@@ -97,12 +98,12 @@ def _compared(ranks: tuple[int, ...], model: str, brought: Brought) -> None:
                 )
             if name == KIND:
                 raise AgreementError(
-                    f"ranks {first} and {other} share one {model} (tp) and need the same calls of it, but rank {first} "
+                    f"ranks {first} and {other} share one {model} and need the same calls of it, but rank {first} "
                     f"makes {here}, and rank {other} {there}. Call the model on all of its ranks alike, outside of any "
                     "`if rank == 0`: also `generate`, pipelines and evaluations, of which one rank may use the result"
                 )
             raise AgreementError(
-                f"ranks {first} and {other} share one {model} (tp), but were called with different inputs: {name} is "
+                f"ranks {first} and {other} share one {model}, but were called with different inputs: {name} is "
                 f"{here} on rank {first}, and {there} on rank {other}. Ranks that share a model need the same batch: "
                 "divide data by replicas and not by ranks, for instance with a sampler that has "
                 "num_replicas=context.sizes.replicas and rank=context.replica, where "
