@@ -13,7 +13,7 @@ ROOMS = {
     "comm": 1800,
     "compile": 1300,
     "config": 640,
-    "fsdp": 940,
+    "fsdp": 945,
     "hooks": 300,
     "mesh": 850,
     "nn": 7790,

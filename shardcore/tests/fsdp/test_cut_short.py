@@ -15,6 +15,7 @@ from needs import PIPELINES
 from tiny import TinyPolicy, build
 
 import shardcore
+from shardcore.errors import ShardcoreWarning
 from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_same_gradients
 
@@ -88,6 +89,7 @@ def trains(fields: dict[str, Any], kind: str, *, zeroed: bool) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:a backward of .* was cut short")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_before_a_step(pool, way, kind):
@@ -98,6 +100,25 @@ def test_before_a_step(pool, way, kind):
 @pytest.mark.parametrize("way", STAGED)
 def test_an_evaluation_of_stages(pool, way):
     pool.run(trains, STAGED[way], "evaluation", zeroed=False, world=4)
+
+
+def accumulates() -> None:
+    """What was accumulated without sums is gone with a backward that was cut short, and that is said."""
+    model: Any = shardcore.shard(build(layers=LAYERS), policy=TinyPolicy, dp=2)
+    model.set_requires_gradient_sync(False)
+    model(**labelled(0)).backward()
+    _do(model, lambda: model(**labelled(1)).backward(), "backward")
+    with pytest.warns(ShardcoreWarning, match=r"a backward of \w+ was cut short.*begin the accumulation"):
+        loss = model(**labelled(2))
+    model.set_requires_gradient_sync(True)
+    loss.backward()
+    reference = build(layers=LAYERS)
+    reference(**labelled(2)).backward()
+    assert_same_gradients(reference, model)
+
+
+def test_an_accumulation_that_is_cut_short(pool):
+    pool.run(accumulates, world=2)
 
 
 def forwards(fields: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ is called first. Which collectives run follows from the calls alone, which have 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, ClassVar, TypeAlias
 
@@ -23,13 +24,19 @@ from torch.utils._pytree import tree_leaves
 from shardcore._private import DATA_PARALLEL, TESTED, complaint, missing
 from shardcore._torch import backward_task
 from shardcore.comm.gradients import PASSES
-from shardcore.errors import NotSupportedError
+from shardcore.errors import NotSupportedError, ShardcoreWarning
 from shardcore.nn.base import ParallelMixin
 from shardcore.nn.calls import UNIT
 from shardcore.nn.mixin import add_mixin
 
 #: Called before something may be sent for a unit, in its "forward" or "backward".
 Meet: TypeAlias = "Callable[[FSDPUnit, str], None]"
+
+
+_CUT_SHORT = (
+    "a backward of {} was cut short: its gradients are dropped, and those that were accumulated before it without sums "
+    "over the replicas. Call optimizer.zero_grad(), and begin the accumulation of this step again"
+)
 
 
 class FSDPUnit:
@@ -68,6 +75,7 @@ class FSDPUnit:
             state._lazy_init()
         if self.root._phase() == "PRE_BACKWARD" and backward_task() == -1 and not self.root._holds:
             self.root.reset(gradients=True)
+            warnings.warn(_CUT_SHORT.format(type(self.root.module).__name__), ShardcoreWarning, stacklevel=2)
         if self.meet is not None:
             self.meet(self, "forward")
 
