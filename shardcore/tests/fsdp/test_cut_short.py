@@ -121,6 +121,24 @@ def test_an_accumulation_that_is_cut_short(pool):
     pool.run(accumulates, world=2)
 
 
+def norms() -> None:
+    """The norm of gradients is that of all, also after a forward whose backward is to come."""
+    model: Any = shardcore.shard(build(layers=LAYERS), policy=TinyPolicy, dp=2)
+    model(**labelled(0)).backward()
+    wanted = shardcore.grad_norm(model)
+    loss = model(**labelled(1))
+    close(wanted, shardcore.grad_norm(model), "norm")
+    loss.backward()
+    reference = build(layers=LAYERS)
+    for seed in range(2):
+        reference(**labelled(seed)).backward()
+    assert_same_gradients(reference, model)
+
+
+def test_the_norm_after_a_forward(pool):
+    pool.run(norms, world=2)
+
+
 def forwards(fields: dict[str, Any]) -> None:
     reference = build(layers=LAYERS)
     model: Any = shardcore.shard(copy.deepcopy(reference), policy=TinyPolicy, **fields)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from shardcore.comm.dtensor_params import local_tensor
@@ -36,6 +37,9 @@ def grad_norm(model: nn.Module) -> Tensor:
         ConfigError: gradients are partial still; call `shardcore.reduce_partial_gradients` first.
     """
     model = unwrapped(model)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # after a forward the root's parameters stay gathered, and those have no gradients
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     counted: set[int] = set()
