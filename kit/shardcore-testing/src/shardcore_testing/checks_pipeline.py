@@ -49,7 +49,7 @@ def schedules(s: Subject, ledger: Ledger) -> None:
     """
     with ledger.check("schedules"):
         if not (CAN_PIPELINE and s.case.supports.pipeline):
-            ledger.closed("pipeline parallelism" if CAN_PIPELINE else "torch before 2.13 has none for these models")
+            ledger.closed("pipeline parallelism" if CAN_PIPELINE else "pipelines, which torch before 2.13 lacks")
             return
         cut = _finest(s, s.build())
         trials = [] if cut is None else list(_trials(s, len(cut.blocks)))

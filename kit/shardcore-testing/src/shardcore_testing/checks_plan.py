@@ -181,7 +181,7 @@ def _attempts(s: Subject) -> Iterator[tuple[str, Any]]:
             checkpointing(s.shard(model), {"use_reentrant": supports.checkpointing})
             assert any(recomputed(s, model, name)), "upstream takes the call and does nothing"
 
-        yield f"{'reentrant ' * supports.checkpointing}checkpointing", recompute
+        yield "reentrant checkpointing" if supports.checkpointing else "checkpointing", recompute
     if not supports.generation:
 
         def generate() -> None:

@@ -207,7 +207,7 @@ def _recompute(s: Subject, ledger: Ledger, kind: dict[str, Any], when: str) -> N
 
 def recomputed(s: Subject, model: Any, name: str) -> list[int]:
     """Train with one batch; return how many modules of each block of ``name`` the backward calls again."""
-    blocks = list(model.train().get_submodule(name)) if name else [model]
+    blocks = list(model.train().get_submodule(name)) if name else [model.train()]
     with calls_of_leaves(blocks) as calls:
         loss = s.loss(model(**s.inputs(model)))
         first = [counter.total() for counter in calls]
