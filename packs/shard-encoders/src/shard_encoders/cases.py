@@ -34,8 +34,8 @@ def build(name: str, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> 
     }
     model = tiny(getattr(transformers, name), seed=seed, **settings)
     for path, parameter in model.named_parameters():
-        if "contact_head" in path:  # of ESM: no forward reads it, so no optimizer steps it
-            parameter.requires_grad_(False)
+        # Of ESM: no forward reads it. A table of sines is frozen until it is loaded from files.
+        parameter.requires_grad_("contact_head" not in path)
     return model
 
 

@@ -8,7 +8,7 @@ from shard_bert.heads import is_for, masked_lm_loss
 from shard_bert.policy import BertPolicy
 from shard_llama.policy import LlamaPolicy
 from shardcore.policy import ModulePolicy, Rule, Stages
-from shardcore.styles import attribute, by_heads, head, loss, norm, per_rank, region, replicate
+from shardcore.styles import attribute, by_heads, head, loss, norm, partial, per_rank, region, replicate
 
 
 class ElectraPolicy(BertPolicy):
@@ -75,7 +75,11 @@ class RoFormerPolicy(BertPolicy):
 
     def encoder(self) -> list[Rule]:
         """Return the rules of what is around the blocks."""
-        return [*super().encoder(), replicate("encoder.embed_positions", "embeddings_project", optional=True)]
+        return [
+            *super().encoder(),
+            partial("encoder.embed_positions"),  # all heads read it, and what `from_pretrained` returns trains it
+            replicate("embeddings_project", optional=True),
+        ]
 
     def attention(self, name: str, *, optional: bool = False) -> list[Rule]:
         """Return the rules of one attention of a block."""
