@@ -30,7 +30,10 @@ def shardcore_policies() -> list[PolicySpec]:
     """Serve BART and the families that are built like it, and their heads."""
     return [
         PolicySpec(
-            target=_target(family, name), policy=f"shard_bart.policy:{'Mvp' if family == 'Mvp' else 'Bart'}Policy"
+            target=_target(family, name),
+            policy=f"shard_bart.policy:{'Mvp' if family == 'Mvp' else 'Bart'}Policy",
+            # It made its masks in float32 before, whatever its dtype.
+            requires="transformers>=5.2.0rc0" if family == "Mvp" else None,
         )
         for family, names in _FAMILIES.items()
         for name in names
