@@ -118,7 +118,7 @@ def minimums(session: nox.Session) -> None:
     core, alike = floors_of(own), {}
     for pack in PACKS:
         alike.setdefault(floors_of([*own, *pack.dependencies], newest_of([pack])), []).append(pack)
-    suites = [core_suite(session, core, "--quick", against=core.name, result=f"{session.name}-shardcore")]
+    suites = [core_suite(session, core, "--quick", against=core.name, name=f"{session.name}-shardcore")]
     for floors, packs in alike.items():
         suites.append(suite_of(session, packs, floors, floors.name, result=f"{session.name}-{floors.name}"))
     if failed := [suite.result for suite in suites if not suite.passes()]:
