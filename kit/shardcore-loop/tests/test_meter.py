@@ -14,6 +14,9 @@ import shardcore
 from shardcore.errors import ConfigError
 from shardcore_loop import StepMeter
 
+# What torch 2.11 says once of any profile.
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
+
 LINE = re.compile(
     r"step (?P<step>\d+): [\d.]+ ms, (?P<rate>[\d,]+) tokens/s, MFU (?P<mfu>\d+) %, collectives (?P<shared>\d+) %, "
     r"memory (?P<memory>[\d.]+)( to [\d.]+)? GiB"
