@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -130,6 +133,19 @@ def test_limits(packs):
     assert floors == Environment("lowest-torch-2.12-transformers-4.57.6", ("torch==2.12",), ("transformers==4.57.6",))
     with pytest.raises(ValueError, match="no lower limit of timm"):
         lowest(packs[0].dependencies, "timm")
+
+
+def test_what_a_pack_allows_is_allowed_by_the_packs_that_it_needs():
+    core = tomllib.loads((ROOT / "shardcore" / "pyproject.toml").read_text())["project"]["dependencies"]
+    packs = {pack.name: pack for pack in find_packs(ROOT)}
+
+    def floor(pack, library):
+        return Version(lowest([*core, *pack.dependencies], library).partition("==")[2])
+
+    for pack in packs.values():
+        for needed in {Requirement(said).name for said in pack.dependencies} & packs.keys():
+            for library in ("torch", "transformers"):
+                assert floor(pack, library) >= floor(packs[needed], library), (pack.name, needed, library)
 
 
 def test_the_packs_of_this_workspace_say_what_they_are_tested_against():

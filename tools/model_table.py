@@ -50,9 +50,8 @@ parallelism, split losses, generation, recomputation. The conformance kit tests 
   the router of a mixture, tables of positions.
 
 An empty cell is what a class does not have, or what is refused. Subclasses of these classes are found too. Classes with
-linears that several projections share need torch 2.12, which the packs `shard-blip2`, `shard-glm`, `shard-gpt2`,
-`shard-modernbert`, `shard-phi`, `shard-sam` and `shard-torch` require; with torch 2.11 the mixtures of experts of
-transformers 5 are refused before anything is changed.
+linears that several projections share need torch 2.12, which is required by {needing};
+with torch 2.11 the mixtures of experts of transformers 5 are refused before anything is changed.
 
 Everything else that the kit checks (gradients, optimizer steps, clipping, data parallelism, checkpoints, loading) holds
 for every class: [Testing](docs/reference/testing.md). `python tools/model_table.py --write` writes this page from the
@@ -130,7 +129,9 @@ def page(packs: Sequence[Pack], before: str = "") -> str:
         packs: the packs.
         before: the page as it is, of which the rows of libraries that are not installed are kept.
     """
-    return "\n".join([_HEADER, *(line for pack in packs for line in _section(pack, before))])
+    needing = ", ".join(f"`{pack.name}`" for pack in packs if "torch>=2.12" in pack.dependencies)
+    header = _HEADER.replace("{needing}", needing)
+    return "\n".join([header, *(line for pack in packs for line in _section(pack, before))])
 
 
 def _section(pack: Pack, before: str) -> Iterator[str]:
