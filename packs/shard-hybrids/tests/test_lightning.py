@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shard_hybrids.cases import cases
+from shardcore.comm.strided import torch_lacks
 from shardcore_testing.islands import no_float32_islands
 from shardcore_testing.subject import Subject
 
@@ -26,6 +27,7 @@ def generates(tp):
     assert len(attention.slope_rate) == len(attention.state_dict()["slope_rate"]) == 4
 
 
+@pytest.mark.skipif(torch_lacks() is not None, reason="fused experts need torch 2.12")
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.four)])
 def test_states_are_those_of_a_rank(pool, tp):
     pool.run(generates, tp, world=tp)
