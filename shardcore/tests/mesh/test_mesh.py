@@ -56,7 +56,8 @@ def limits():
     context = shard(build(layers=1), tensor_parallel_size=4).__dict__["_shard_context"]
     world = time_limit()
     context.join_neighbours(2)
-    groups = [*context.mesh.get_all_groups(), context.among(2).group]
+    of_two_axes = build_mesh(Sizes(dp_shard=2, tp=2))  # torch takes the default group for an axis of all ranks
+    groups = [*context.mesh.get_all_groups(), *of_two_axes.get_all_groups(), context.among(2).group]
     return world, [time_limit(group) for group in groups], time_limit(context.group)
 
 
