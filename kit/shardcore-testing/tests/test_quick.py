@@ -200,8 +200,8 @@ def test_between():
 
 @pytest.mark.nightly
 def test_tests_of_one_number_of_ranks_follow_each_other(tmp_path):
-    said = _pytest(tmp_path, "--collect-only", "-q", "-k", "gradients or between", tests=KIT)
+    said = _pytest(tmp_path, "--collect-only", "-q", "-k", "gradients or forward or between", tests=KIT)
     collected = [line.partition("::")[2] for line in said.splitlines() if "::" in line]
     sizes = [int(name[-2]) for name in collected if "tp" in name]
-    assert sizes == [1, 2, 4], said
+    assert sizes == [1, 1, 2, 2, 4, 4], said
     assert collected[-1] == "test_between"
