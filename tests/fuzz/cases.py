@@ -27,6 +27,10 @@ def _cases() -> Mapping[str, Case]:
     return {f"{pack.name} {case.name}": case for pack in packs for case in cases_of(pack.cases)}
 
 
+def _normalizes_over_a_batch(case: Case) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in case.build().modules())
+
+
 def draw_case(dice: Dice) -> dict[str, Any]:
     """Return a draw of one case, and of settings that it supports together."""
     name = dice.of(*_cases())
@@ -34,7 +38,8 @@ def draw_case(dice: Dice) -> dict[str, Any]:
     tp = dice.of(*(size for size in case.supports.tensor_parallel if size <= 4))
     axes, fields = [""], {}
     if tp <= 2:
-        axes += ["dp_shard_size", "dp_replicate_size"]
+        if not _normalizes_over_a_batch(case):  # which is that of a replica, in FSDP2 too
+            axes += ["dp_shard_size", "dp_replicate_size"]
         if case.supports.pipeline and case.supports.micro_batches and case.loss == "loss":
             axes.append("pipeline_parallel_size")
         if case.supports.experts is True:

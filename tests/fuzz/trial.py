@@ -44,10 +44,11 @@ def try_draw(draw: Draw) -> Outcome:
     if isinstance(model, str):
         return Outcome(state="unsharded", problems=[model])
     whole = of_whole(draw, copy.deepcopy(model))
+    seen = of_whole(draw, copy.deepcopy(model))  # a call changes what norms over a batch remember
     before = foreign()
-    outside = _unsharded(whole.forward)
+    outside = _unsharded(seen.forward)
     with no_float32_islands():
-        inside, wanted = _unsharded(whole.forward), _unsharded(whole.records)
+        inside, wanted = _unsharded(seen.forward), _unsharded(whole.records)
         for found in (outside, inside, wanted):
             if isinstance(found, str):
                 return Outcome(state="unsharded", problems=[found])
