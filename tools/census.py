@@ -109,6 +109,7 @@ def measure(name: str) -> dict[str, Any]:
     """Return what one class comes to: its ``state``, with the ``reason`` or the errors."""
     cls = getattr(transformers, name)
     found: dict[str, Any] = {}
+    model: Any
     policy, left_out = None, ""
     try:
         small = small_model(cls, _configuration(cls), sizes=_SIZES)

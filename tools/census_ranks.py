@@ -70,7 +70,7 @@ class DifferenceError(Exception):
 
 def answer_of_rank(rank: int, compared: Compared) -> dict[str, Any]:
     """Return what a class comes to on this rank: its ``state`` at tp 2, and what it comes to in each further way."""
-    store = dist.FileStore(str(compared.folder / "store"), RANKS)
+    store = dist.FileStore(str(compared.folder / "store"), RANKS)  # type: ignore[attr-defined]  # not said to be exported
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     found = _tensor_parallel(compared)
     if found["state"] == "exact":
@@ -99,10 +99,10 @@ def _tensor_parallel(compared: Compared) -> dict[str, Any]:
     got = loss_of(sharded(**inputs))
     got.backward()
     try:
-        error = _error(*compared.fresh(), sharded, got)
+        largest = _error(*compared.fresh(), sharded, got)
     except DifferenceError as difference:
         return {"state": "differs", "reason": str(difference)}
-    return {"state": "exact", "error": error, **_shares(compared.model, sharded)}
+    return {"state": "exact", "error": largest, **_shares(compared.model, sharded)}
 
 
 def _shares(model: nn.Module, sharded: nn.Module) -> dict[str, Any]:
@@ -134,11 +134,11 @@ def _error(
     whole = dict(reference.named_parameters(remove_duplicate=False))
     scale = max((_largest(p.grad) for p in whole.values() if p.grad is not None), default=0.0) or 1.0
     for name, own in sharded.named_parameters(remove_duplicate=False):
-        grad = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
-        if (grad is None) != (whole[name].grad is None):
+        grad, theirs = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad, whole[name].grad
+        if (grad is None) != (theirs is None):
             raise DifferenceError(f"{name}: one has a gradient, and the other has none")
-        if grad is not None:
-            errors[name] = _largest(grad - whole[name].grad) / scale
+        if grad is not None and theirs is not None:
+            errors[name] = _largest(grad - theirs) / scale
     worst = max(errors, key=errors.__getitem__)
     if errors[worst] > _BOUND:
         raise DifferenceError(f"{worst} is off by {errors[worst]:.0e}")
@@ -172,7 +172,7 @@ def _lazy(compared: Compared) -> str:
     if not compared.saved.exists():
         return ""  # transformers itself does not save it
     kind: Any = type(compared.model)
-    options = {"dtype": torch.float64, "attn_implementation": "eager"}
+    options: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
     if any(getattr(getattr(m, "config", None), "_experts_implementation", None) for m in compared.model.modules()):
         options["experts_implementation"] = "eager"  # the default multiplies in no float64
     sharded = from_pretrained(kind, compared.saved, tp=RANKS, policy=compared.policy, **options)

@@ -14,7 +14,7 @@ import nox
 from newest_release import table
 from nox.command import CommandFailed
 
-from cells import Cell, cells_of, floors_of, newest_of  # from tools/
+from cells import Cell, Pack, cells_of, floors_of, newest_of  # from tools/
 from environments import Environment, capabilities_here, find_python
 from suites import (
     CLIENTS,
@@ -115,7 +115,8 @@ def minimums(session: nox.Session) -> None:
     """Test the core and packs, as the quick run does, with the lowest torch and transformers that are allowed."""
     own = nox.project.load_toml(CORE / "pyproject.toml")["project"]["dependencies"]
 
-    core, alike = floors_of(own), {}
+    core = floors_of(own)
+    alike: dict[Environment, list[Pack]] = {}
     for pack in PACKS:
         alike.setdefault(floors_of([*own, *pack.dependencies], newest_of([pack])), []).append(pack)
     suites = [core_suite(session, core, "--quick", against=core.name, name=f"{session.name}-shardcore")]

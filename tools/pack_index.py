@@ -40,7 +40,8 @@ _AROUND = {
 
 def index() -> str:
     """Return the text of the file: the pack of each family, the folders that pip is given, and what tools can do."""
-    packs, families = find_packs(ROOT), {}
+    packs = find_packs(ROOT)
+    families: dict[str, str] = {}
     for pack in packs:
         plugin = importlib.import_module(f"{pack.name.replace('-', '_')}.plugin")
         for spec in plugin.shardcore_policies():

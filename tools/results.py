@@ -93,7 +93,7 @@ class Result:
             skipped=dict(Counter(reason for outcome, reason in outcomes.values() if outcome == "skipped")),
             seconds=round(seconds, 1),
             slowest=dict(sorted(times.items(), key=lambda item: -item[1])[:_SLOWEST]),
-            **fields,  # type: ignore[arg-type]  # the strings
+            **fields,
         )
 
     def __str__(self) -> str:

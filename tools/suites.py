@@ -102,8 +102,13 @@ ENVIRONMENT_OF: dict[str, str] = {}
 #: What the outcome of everything that calls packs depends on.
 SOURCES = [CORE, *AROUND, *(pack.folder for pack in PACKS), ROOT / "tests", ROOT / "tools"]
 # What the checks read.
-_CHECKED = ("shardcore", "clients", "kit", "packs", "tests", "tools", "docs", "benchmarks", "examples", "noxfile.py",
-            "pyproject.toml", "mkdocs.yml")  # fmt: skip
+_CHECKED = [
+    ROOT / name
+    for name in (
+        *("shardcore", "clients", "kit", "packs", "tests", "tools", "docs", "benchmarks", "examples"),
+        *("noxfile.py", "pyproject.toml", "mkdocs.yml"),
+    )
+]
 
 
 @dataclass(frozen=True)
@@ -237,7 +242,7 @@ def check(
     session: nox.Session,
     make: Callable[[nox.Session], Path],
     *commands: Sequence[str],
-    sources: Sequence[Path] = [ROOT / name for name in _CHECKED],
+    sources: Sequence[Path] = _CHECKED,
 ) -> None:
     """Call tools, all of them, and keep the outcome; each counts as one test.
 

@@ -47,7 +47,8 @@ def servers(modules: Sequence[str], *, ranks: int, env: Mapping[str, str]) -> It
         ranks: so many ranks have one.
         env: the environment of their imports.
     """
-    seeds = {"main": {}} | {str(rank): {"PYTHONHASHSEED": str(rank + 1)} for rank in range(ranks)}
+    own: dict[str, dict[str, str]] = {"main": {}}
+    seeds = own | {str(rank): {"PYTHONHASHSEED": str(rank + 1)} for rank in range(ranks)}
     command = [sys.executable, str(Path(__file__).resolve())]
     with contextlib.ExitStack() as stack:
         # The path of a socket has at most 107 bytes, wherever temporary files are.
@@ -64,7 +65,7 @@ def servers(modules: Sequence[str], *, ranks: int, env: Mapping[str, str]) -> It
             started.append(server)
         for server in started:
             if not server.stdout.read(1):  # type: ignore[union-attr]
-                raise RuntimeError(f"a server did not start: {server.args}")
+                raise RuntimeError(f"a server did not start: {server.args!r}")
         yield folder
 
 
@@ -167,7 +168,7 @@ class _ForkedRanks:
             place = (process.rank, str(process.stacks), *process._place)
             return Forked(server, _rank, *place, files=file, path=sys.path, env=env)
 
-        WorkerProcess._start = start  # type: ignore[method-assign]
+        WorkerProcess._start = start  # type: ignore[assignment, method-assign]
 
 
 def _rank(rank: int, stacks: str, device: str, ranks: int, descriptor: int) -> None:

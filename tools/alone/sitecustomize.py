@@ -5,6 +5,7 @@ The core's tests then run as they do where only the core and what it requires ar
 
 import sys
 from importlib.machinery import PathFinder
+from typing import Any
 
 HIDDEN = frozenset(
     ("accelerate", "datasets", "peft", "sentence_transformers", "timm", "torchvision", "transformers", "trl")
@@ -15,7 +16,7 @@ class Hiding(PathFinder):
     """Finds what is installed, but for the hidden libraries."""
 
     @classmethod
-    def find_spec(cls, fullname, path=None, target=None):  # noqa: ANN001, ANN206, D102  # as its base has them
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:  # noqa: D102  # as its base does
         return None if fullname in HIDDEN else super().find_spec(fullname, path, target)
 
 
