@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from pathlib import Path
@@ -69,6 +70,15 @@ def test_every_part_of_the_metadata_is_kept():
     assert read.pyproject() == written.pyproject()
     for name in Distribution.__slots__:
         assert getattr(read, name) == getattr(written, name), name
+
+
+@pytest.mark.parametrize(
+    ("model", "pack"), [("vision_transformer.VisionTransformer", "vit"), ("mvitv2.MultiScaleVit", "swin")]
+)
+def test_the_index_tells_the_packs_of_timm_apart(model, pack):
+    families = json.loads(pack_index.FILE.read_text())["families"]
+    starts = [start for start in families if f"timm.models.{model}".startswith(start)]
+    assert [families[start] for start in starts] == [f"shard-{pack}"]
 
 
 def test_the_index_that_the_command_line_brings_is_of_these_packs():

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "kit" / "shardcore-cli" / "src" / "shardcore_cli" / "index.json"
 
 #: What of a class's full name says to which family it belongs.
-_FAMILY = re.compile(r"transformers\.models\.\w+\.|timm\.|torch\.nn\.modules\.transformer\.|.*")
+_FAMILY = re.compile(r"(?:transformers|timm)\.models\.\w+\.|torch\.nn\.modules\.transformer\.|.*")
 
 #: Starts of the names of classes that `shardcore new-pack --model` takes, and policy="infer" too.
 _DRAFTED = ["transformers."]

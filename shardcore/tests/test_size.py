@@ -36,7 +36,7 @@ KITS = {
     "shardcore_debug": 100,
     "shardcore_loop": 1260,
     "shardcore_planner": 4190,
-    "shardcore_testing": 5400,
+    "shardcore_testing": 5440,
     "shardcore_scaffold": 4010,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.

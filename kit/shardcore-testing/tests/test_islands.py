@@ -54,6 +54,20 @@ def test_what_is_no_island_is_left_alone():
     assert native == (torch.Tensor.float, torch.Tensor.to, F.softmax, torch.softmax, nn.Module._apply)
 
 
+def scripted(x: torch.Tensor, dtype: torch.dtype):
+    return F.softmax(x.to(dtype), dim=-1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # deprecated, in one way or another
+def test_torchscript_compiles_torchs_own_functions():
+    x = torch.rand(2, 3, dtype=torch.float64)
+    with no_float32_islands():
+        compiled = torch.jit.script(scripted)
+        assert compiled(x, torch.float32).dtype == torch.float32
+        assert F.softmax(x, dim=-1, dtype=torch.float32).dtype == torch.float64
+    assert torch.equal(compiled(x, torch.float64), x.softmax(-1))
+
+
 class Calling(torch.overrides.TorchFunctionMode):
     """Inside a mode, torch.compile sees a method of a tensor as a function."""
 

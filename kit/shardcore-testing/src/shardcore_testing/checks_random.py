@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
 
 import shardcore
 from shardcore_testing.findings import Ledger
@@ -56,7 +57,8 @@ def _replayed(s: Subject, ledger: Ledger, kind: dict[str, Any] | None) -> None:
         counts = {len(of_rank) for of_rank in drawn}
         if not ledger.true(len(counts) == 1, f"ranks draw different numbers of times: {sorted(counts)} (H40)"):
             return
-        with Replay(list(zip(*drawn, strict=True))) as replay:
+        rows = next(len(value) for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim)
+        with Replay(list(zip(*drawn, strict=True)), rows) as replay:
             wanted = reference(**inputs)
         for problem in replay.problems:
             ledger.failed(problem)
@@ -180,12 +182,23 @@ def _cache(s: Subject, ledger: Ledger, reference: Any, model: Any, prompt: Any) 
 
 
 def _heads(out: Any) -> list[int]:
-    """Return the number of heads in every layer of a cache; of both its caches, if it has one for another sequence."""
-    cache = getattr(out, "past_key_values", None)
+    """Return the number of heads in every layer of a cache: of keys, or of the states of a mixer.
+
+    Of both its caches, if it has one for another sequence.
+    """
+    cache = getattr(out, "past_key_values", None) or getattr(out, "cache", None)
     both = [getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross")]
     layers = [layer for one in (both if all(both) else [cache]) for layer in getattr(one, "layers", ())]
-    keys = [getattr(layer, "keys", None) for layer in layers]
-    return [held.shape[1] for held in keys if isinstance(held, Tensor) and held.ndim == 4]
+    found = [_held(layer) for layer in layers]
+    return [held.shape[1] for held in found if isinstance(held, Tensor) and held.ndim == 4]
+
+
+def _held(layer: Any) -> Any:
+    """Return the keys (rows, heads, ...) in one layer of a cache, or the first of its states."""
+    if (keys := getattr(layer, "keys", None)) is not None:
+        return keys
+    states = getattr(layer, "recurrent_states", None)  # several, by their numbers, from transformers 5.24 on
+    return states.get(0) if isinstance(states, dict) else states
 
 
 def _sampling(s: Subject, ledger: Ledger, reference: Any, model: Any, prompt: Any) -> None:

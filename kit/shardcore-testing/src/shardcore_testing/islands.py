@@ -41,7 +41,8 @@ def no_float32_islands() -> Iterator[None]:
     (and ``log_softmax``, ``sum``, ``mean``, ``cumsum``) of a float64 ``x`` stay in float64, and a matrix product of
     float64 and float32 is computed in float64. Tensors of other dtypes are converted as ever; so is a module as a whole
     (``model.float()``). A backward and what it recomputes belong inside too. Contexts may be nested, and also decorate
-    functions; `WorkerPool.run` called inside one runs its function inside one on every rank.
+    functions; `WorkerPool.run` called inside one runs its function inside one on every rank. What TorchScript compiles
+    is compiled with torch's own functions: an island in it stays one.
 
     A comparison of a float64 model with its sharded copy then agrees to some 1e-14 on every processor.
     """
@@ -54,11 +55,7 @@ def no_float32_islands() -> Iterator[None]:
         yield
     finally:
         _State.depth -= 1
-        for owner, name, native in undo:
-            if native is _INHERITED:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, native)
+        _restore(undo)
         if undo and "torch._dynamo" in sys.modules:
             # What it took for the methods of a tensor inside is remembered for good, and those outside break graphs.
             torch._dynamo.trace_rules.clear_lru_cache()  # as torch.distributed does when it replaces functions
@@ -83,9 +80,34 @@ def _replace() -> list[tuple[Any, str, Any]]:
         method = _converting(getattr(Tensor, name))
         made += [(Tensor, name, method), (torch, name, _of_tensors(method, getattr(torch, name)))]
     undo = [(owner, name, vars(owner).get(name, _INHERITED)) for owner, name, _ in made]
+    undo.append((torch.jit, "script", torch.jit.script))
+    made.append((torch.jit, "script", _natively(torch.jit.script, undo)))
     for owner, name, replaced in made:
         setattr(owner, name, replaced)
     return undo
+
+
+def _restore(undo: list[tuple[Any, str, Any]]) -> None:
+    for owner, name, native in undo:
+        if native is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, native)
+
+
+def _natively(native: Callable[..., Any], undo: list[tuple[Any, str, Any]]) -> Callable[..., Any]:
+    """Let ``native``, which compiles, find torch's own functions: it would compile those in their place."""
+
+    @functools.wraps(native)
+    def call(*args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
+        inside = [(owner, name, vars(owner)[name]) for owner, name, _ in undo]
+        _restore(undo)
+        try:
+            return native(*args, _frames_up=_frames_up + 1, **kwargs)
+        finally:
+            _restore(inside)
+
+    return call
 
 
 def _stays(x: Any) -> bool:

@@ -98,11 +98,13 @@ class Replay(TorchDispatchMode):
 
     Args:
         drawn: for each draw in order, the parts of it that the ranks drew.
+        rows: of the batch; heads, or tokens, that stand behind them in one dimension are put together row by row.
     """
 
-    def __init__(self, drawn: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, drawn: Sequence[Sequence[Tensor]], rows: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._drawn = list(drawn)
+        self._rows = rows
         self.used = 0
         self.problems: list[str] = []
 
@@ -138,6 +140,9 @@ class Replay(TorchDispatchMode):
             if all(r == rest[0] for r in rest) and 0 <= drawn - like.shape[dim] < len(parts):
                 if same and parts[0].numel() > 100:
                     self.problems.append(f"{name}: every rank draws the same numbers for its own part (H6)")
+                if dim == 0 and drawn == like.shape[0] and not any(size % self._rows for size in map(len, parts)):
+                    # (rows * heads, ...)
+                    return torch.cat([part.unflatten(0, (self._rows, -1)) for part in parts], 1).flatten(0, 1)
                 return torch.cat(list(parts), dim).narrow(dim, 0, like.shape[dim])
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         self.problems.append(f"{name}: the ranks draw {shapes}, which are no parts of it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -75,8 +74,6 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "supports": Supports(sequence=True, captured=_BOTH),
         **fields,
     }
-    if kind.startswith("Mvp"):  # its masks are (rows * heads, ...), which the kit cannot put together
-        settings["supports"] = replace(settings["supports"], dropout=False)
     return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)
 
 

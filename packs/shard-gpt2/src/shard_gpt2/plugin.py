@@ -24,11 +24,7 @@ def shardcore_policies() -> list[PolicySpec]:
         PolicySpec(target=f"{_GPT2}.{double}", policy="shard_gpt2.policy:GPT2DoubleHeadsPolicy"),
         *(PolicySpec(target=f"{_GPT2}.{name}", policy="shard_gpt2.policy:GPT2Policy") for name in _MODELS),
         *(
-            PolicySpec(
-                target=f"{_BIGCODE}.GPTBigCode{head}",
-                policy="shard_gpt2.bigcode:GPTBigCodePolicy",
-                requires="transformers>=5.23.0rc0",  # parts of its attention were compiled by TorchScript before
-            )
+            PolicySpec(target=f"{_BIGCODE}.GPTBigCode{head}", policy="shard_gpt2.bigcode:GPTBigCodePolicy")
             for head in heads
         ),
     ]

@@ -152,6 +152,23 @@ def _single_mixers() -> list[Case]:
     )
 
 
+def _second_mambas() -> list[Case]:
+    usual: dict[str, Any] = {"num_heads": 8, "head_dim": 16, "state_size": 6, "n_groups": 1, "chunk_size": 4}
+    found = decoder_cases(
+        "Mamba2",
+        prefix="mamba2_",
+        usual={**usual, "use_bias": True, "tie_word_embeddings": False, "attn_implementation": "eager"},
+        shared={"n_groups": 4},
+        sharded=("embeddings", "mixer.in_proj", "mixer.out_proj"),
+        options={},
+        collectives=(1, 3),
+        refuses=({"num_heads": 7, "hidden_size": 56},),
+        context=False,
+        dropout=False,
+    )
+    return [replace(case, supports=replace(case.supports, captured=("hidden_states",))) for case in found]
+
+
 def _first_mambas() -> list[Case]:
     usual: dict[str, Any] = {
         "num_hidden_layers": 3,
@@ -243,6 +260,7 @@ def cases() -> list[Case]:
         *_convolutions(),
         *_state_spaces(),
         *_single_mixers(),
+        *_second_mambas(),
         *_shared_blocks(),
         *_lightning(),
         *first,

@@ -18,6 +18,7 @@ _FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "jamba": ("shard_hybrids.mamba1:JambaPolicy", ("JambaModel", "JambaForCausalLM", "JambaForSequenceClassification")),
     "lfm2": ("shard_hybrids.convolutions:Lfm2Policy", ("Lfm2Model", "Lfm2ForCausalLM")),
     "lfm2_moe": ("shard_hybrids.convolutions:Lfm2MoePolicy", ("Lfm2MoeModel", "Lfm2MoeForCausalLM")),
+    "mamba2": ("shard_hybrids.single_mixers:Mamba2Policy", ("Mamba2Model", "Mamba2ForCausalLM")),
     "minimax": (
         "shard_hybrids.lightning:MiniMaxPolicy",
         ("MiniMaxModel", "MiniMaxForCausalLM", *(f"MiniMax{head}" for head in _LABELS)),

@@ -1,4 +1,4 @@
-"""How decoders are sharded whose blocks have one mixer each: Nemotron-H."""
+"""How decoders are sharded whose blocks have one mixer each: Nemotron-H, Mamba-2."""
 
 from __future__ import annotations
 
@@ -62,3 +62,23 @@ class NemotronHPolicy(BambaPolicy):
             ),
             partial("mixer.fc1_latent_proj", "mixer.fc2_latent_proj", optional=True),
         ]
+
+
+class Mamba2Policy(NemotronHPolicy):
+    """Mamba-2, whose blocks have no other mixer."""
+
+    sizes: ClassVar[tuple[str, str]] = ("head_dim", "state_size")
+    mixer: ClassVar[str] = "Mamba2Mixer"
+    checks: ClassVar[tuple[Check, ...]] = (Heads("num_heads", kv="n_groups"),)
+
+    def captured(self) -> Rule:
+        """Return the rule of what can be asked for."""
+        return outputs(hidden_states="sequence")
+
+    def attention(self) -> list[Rule]:
+        """Return no rules: there is none."""
+        return []
+
+    def feed_forward(self) -> list[Rule]:
+        """Return no rules: there is none."""
+        return []

@@ -55,7 +55,7 @@ _DECODER: ModulePolicy = {
 class Sam2HieraDetModelPolicy(PretrainedPolicy):
     """The stages of blocks alone."""
 
-    checks = (HeadsOfStages("num_attention_heads_per_stage"),)
+    checks = (HeadsOfStages("config.num_attention_heads_per_stage"),)
     stages = Stages(first=("patch_embed", "pos_embed", "pos_embed_window"), blocks="blocks")
     #: What is around the stages.
     rules: ClassVar[ModulePolicy] = {}
@@ -68,7 +68,7 @@ class Sam2HieraDetModelPolicy(PretrainedPolicy):
 class Sam2VisionModelPolicy(Sam2HieraDetModelPolicy):
     """The encoder of images alone."""
 
-    checks = (HeadsOfStages("backbone_config.num_attention_heads_per_stage"),)
+    checks = (HeadsOfStages("config.backbone_config.num_attention_heads_per_stage"),)
     stages = Sam2HieraDetModelPolicy.stages.under("backbone", then="neck")
     rules: ClassVar[ModulePolicy] = {"Sam2VisionModel": [replicate("neck")]}
 
@@ -76,7 +76,7 @@ class Sam2VisionModelPolicy(Sam2HieraDetModelPolicy):
 class Sam2ModelPolicy(Sam2HieraDetModelPolicy):
     """The encoder of images, prompts, and the decoder of masks."""
 
-    checks = (HeadsOfStages("vision_config.backbone_config.num_attention_heads_per_stage"),)
+    checks = (HeadsOfStages("config.vision_config.backbone_config.num_attention_heads_per_stage"),)
     stages = Sam2VisionModelPolicy.stages.under(
         "vision_encoder", then=("prompt_encoder", "mask_decoder", "no_memory_embedding", "shared_image_embedding")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
+from shard_swin import timm_cases
 from shard_swin.policy import IS_EARLY
 from shardcore_testing import Case, Supports, hidden_loss, tiny, weighted_mean
 
@@ -142,4 +144,8 @@ def cases() -> list[Case]:
     usual = {"attn_implementation": "eager", "use_absolute_embeddings": not IS_EARLY}
     ways = {"attn_implementation": ("eager",) if IS_EARLY else ("eager", "sdpa"), "qkv_bias": (True, False)}
     swins = [*_cases("Swin", usual, ways), *_cases("Swinv2", {}, {"pretrained_window_sizes": ((0, 0), (4, 4))})]
-    return swins + (_segformer() if _HAS_SEGFORMER else [])
+    return [
+        *swins,
+        *(_segformer() if _HAS_SEGFORMER else []),
+        *(timm_cases.cases() if importlib.util.find_spec("timm") else []),
+    ]

@@ -37,7 +37,7 @@ _BLOCKS: ModulePolicy = early.BLOCKS if IS_EARLY else {"SwinLayer": _LAYER, "Swi
 class SwinModelPolicy(PretrainedPolicy):
     """The stages without a head."""
 
-    checks = (HeadsOfStages("num_heads"),)
+    checks = (HeadsOfStages("config.num_heads"),)
     stages = Stages(first="embeddings", blocks="encoder.layers", last="layernorm")
     #: What a head adds.
     rules: ClassVar[ModulePolicy] = {}

@@ -21,7 +21,7 @@ _LAYER = layer(
 class Swinv2ModelPolicy(PretrainedPolicy):
     """The stages without a head."""
 
-    checks = (HeadsOfStages("num_heads"),)
+    checks = (HeadsOfStages("config.num_heads"),)
     stages = Stages(first="embeddings", blocks="encoder.layers", last="layernorm")
     #: What a head adds.
     rules: ClassVar[ModulePolicy] = {"Swinv2Model": [norm("layernorm")]}

@@ -13,7 +13,7 @@ from shardcore_transformers import BaseModelPolicy
 class SegformerPolicy(BaseModelPolicy):
     """The stages, with a head for the label of an image or of each pixel, or without."""
 
-    checks = (HeadsOfStages("num_attention_heads", uneven=True),)
+    checks = (HeadsOfStages("config.num_attention_heads", uneven=True),)
     labels = ("classifier", "decode_head")
     stages = Stages(blocks="stages")
 

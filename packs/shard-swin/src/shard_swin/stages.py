@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -23,7 +23,8 @@ class HeadsOfStages:
     """A check that the ranks can share the heads of a stage, at least of one: else all attention would be whole.
 
     Attributes:
-        heads: the attribute of ``model.config`` with the numbers of heads; dots reach into configurations inside.
+        heads: the attribute of the model with the numbers of heads, such as ``"config.num_heads"``; ``"*"`` is every
+            module of a list.
         uneven: ranks may have unequal numbers of heads.
     """
 
@@ -32,13 +33,22 @@ class HeadsOfStages:
 
     def problem(self, model: nn.Module, ranks: int) -> tuple[str, str] | None:
         """Return what is wrong and what to do, or None."""
-        counts: list[int] = list(operator.attrgetter(self.heads)(model.config))
+        counts = list(_found(model, self.heads))
         if any(_can_share(count, ranks, uneven=self.uneven) for count in counts):
             return None
         what = f"of stages with {', '.join(map(str, counts))} heads ({self.heads}) none can be split over {ranks} ranks"
         if self.uneven:
             return what, f"use a tensor_parallel_size of at most {max(counts)}"
         return what, "use a tensor_parallel_size that divides the heads of one of them"
+
+
+def _found(owner: Any, path: str) -> Iterator[int]:
+    name, _, rest = path.partition(".")
+    for value in owner.children() if name == "*" else [getattr(owner, name)]:
+        if rest:
+            yield from _found(value, rest)
+        else:
+            yield from [value] if isinstance(value, int) else value
 
 
 def shared(count: str, *rules: Rule, whole: str = "attention", uneven: bool = False) -> Rule:

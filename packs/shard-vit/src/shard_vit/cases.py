@@ -293,17 +293,31 @@ def _timm_cases() -> list[Case]:
         {"block_fn": "ParallelScalingBlock"},
         {"block_fn": "ParallelThingsBlock"},
     )
+    plain = Supports(checkpointing=False, save_pretrained=False, flash_attention=False)
+    common: dict[str, Any] = {"inputs": _timm_inputs, "loss": _loss_of_logits}
+    cait = functools.partial(build_timm, "cait.Cait", depth_token_only=2, mlp_ratio_token_only=41 / 48)
     return [
+        *(
+            Case(
+                name=f"timm_{variant}",
+                build=functools.partial(_timm_variant, variant),
+                layers="blocks",
+                collectives=(4 if variant in _INSIDE else 2, _BACKWARD.get(variant, 3)),
+                sharded=("q_proj.weight" if variant == "eva02" else "qkv.weight",),
+                refuses=refused if variant == "plain" else (),
+                supports=replace(plain, sequence=True),
+                **common,
+            )
+            for variant in TIMM_VARIANTS
+        ),
         Case(
-            name=f"timm_{variant}",
-            build=functools.partial(_timm_variant, variant),
-            inputs=_timm_inputs,
-            loss=_loss_of_logits,
-            layers="blocks",
-            collectives=(4 if variant in _INSIDE else 2, _BACKWARD.get(variant, 3)),
-            sharded=("q_proj.weight" if variant == "eva02" else "qkv.weight",),
-            refuses=refused if variant == "plain" else (),
-            supports=Supports(sequence=True, checkpointing=False, save_pretrained=False, flash_attention=False),
-        )
-        for variant in TIMM_VARIANTS
+            name="timm_cait",
+            build=cait,
+            layers="blocks_token_only",
+            collectives=(2, 2),
+            sharded=("blocks_token_only.", "mlp."),
+            whole=("blocks.0.attn", "blocks.1.attn"),
+            supports=plain,
+            **common,
+        ),
     ]

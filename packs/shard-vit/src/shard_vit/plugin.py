@@ -33,13 +33,14 @@ _TIMM = [
         "vision_transformer.VisionTransformer": "timm_policy:VisionTransformerPolicy",
         "eva.Eva": "timm_eva:EvaPolicy",
         "beit.Beit": "timm_eva:BeitPolicy",
+        "cait.Cait": "timm_cait:CaitPolicy",
     }.items()
 ]
 
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve ViT of transformers in both layouts, what is built like it, timm's vision transformers, EVA and BEiT."""
+    """Serve ViT of transformers in both layouts, what is built like it, and timm's ViT, EVA, BEiT and CaiT."""
     vit = "transformers.models.vit.modeling_vit.ViT"
     return [
         *(

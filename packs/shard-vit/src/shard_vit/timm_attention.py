@@ -1,4 +1,4 @@
-"""The attention of timm's EVA and BEiT by heads: their own forwards read whole weights, and view all heads."""
+"""The attention of timm's EVA, BEiT and CaiT by heads: their own forwards read whole weights, or view all heads."""
 
 from __future__ import annotations
 
@@ -42,6 +42,18 @@ class BeitAttention(ReplacedMethods):
             bias = own if bias is None else own + bias
         q, k, v = _heads(self, x)
         projected: Tensor = self.proj_drop(self.proj(_attended(self, q, k, v, bias)))
+        return projected
+
+
+class ClassAttention(ReplacedMethods):
+    """`timm.models.cait.ClassAttn` of this rank's heads. Written against timm 1.0.23 to 1.0.31."""
+
+    @override
+    def forward(self: Any, x: Tensor) -> Tensor:
+        """Return (B, 1, C) for (B, N, C): the first token attends to all."""
+        linears = ((self.q, x[:, :1]), (self.k, x), (self.v, x))
+        q, k, v = (linear(t).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for linear, t in linears)
+        projected: Tensor = self.proj_drop(self.proj(_attended(self, q, k, v)))
         return projected
 
 
