@@ -65,6 +65,27 @@ def test_exact(pool, world, kind):
     pool.run(exact, kind, world=world, timeout=120)
 
 
+def alone(kind):
+    """Each parameter trained, and all others frozen but the head: what needs no gradient enters without a node."""
+    native, policy = KINDS[kind]
+    reference = build(native)
+    ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(1))
+    for fields in ways.SETTINGS[:2]:
+        sharded = shard(copy.deepcopy(reference), policy, **fields)
+        for name, _ in reference.named_parameters():
+            for model in (reference, sharded):
+                model.zero_grad()
+                for other, parameter in model.named_parameters():
+                    parameter.requires_grad_(other in (name, "head.weight"))
+                model(ids, labels=ids).backward()
+            assert_same_gradients(reference, sharded, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trained_alone(pool, kind):
+    pool.run(alone, kind, world=2, timeout=120)
+
+
 def _step(model, ids):
     with Collectives() as forward:
         loss = model(ids, labels=ids)

@@ -74,10 +74,13 @@ def leaf_of(node: Node) -> Tensor | None:
 def has_entered(x: Tensor, opened_here: Callable[[Node], bool] = lambda node: True) -> bool:
     """Tell whether a tensor came into a region: an entry is nearer behind it than the end of another region.
 
+    An entry that is given a tensor without a gradient leaves no node. Then nothing behind ``x`` needs a gradient but
+    parameters that are used inside of the region, and whose gradients are summed where they are read.
     ``opened_here`` tells of an entry that names the members of its region whether it is the one that is meant.
     """
     queue: deque[Node] = deque([x.grad_fn])
     seen: set[Node] = {None}
+    all_summed = x.grad_fn is not None
     while queue:  # breadth first: the entry is a few nodes away
         node = queue.popleft()
         if node in seen:
@@ -88,9 +91,13 @@ def has_entered(x: Tensor, opened_here: Callable[[Node], bool] = lambda node: Tr
             return True  # nobody knows: a compiled graph, or a tensor that has entered on another stage of a pipeline
         if flow.edge == "enters" and (not flow.group or opened_here(node)):
             return True
-        if flow.edge != "leaves":
+        if flow.edge is None and (flow.takes, flow.gives) == (GradPlacement.VARYING, GradPlacement.REPLICATE):
+            continue
+        if flow.edge == "leaves" or leaf_of(node) is not None:
+            all_summed = False
+        else:
             queue.extend(following for following, _ in node.next_functions)
-    return False
+    return all_summed
 
 
 class Graph:
