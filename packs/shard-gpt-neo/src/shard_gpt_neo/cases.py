@@ -72,6 +72,8 @@ _REFUSED = {
     "GPTNeoX": {"num_attention_heads": 1},
     "GPTNeoXJapanese": {"num_attention_heads": 1},
 }
+#: Before transformers 5.24 its attention was computed in one way, by itself.
+_GPTJ_LOOKS_UP = hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS")
 _RANKS = {"GPTNeoX": (1, 2, 3, 4), "GPTNeoXJapanese": (1, 2, 3, 4)}
 
 
@@ -94,7 +96,7 @@ def _case(family: str, head: str, **fields: Any) -> Case:
         "supports": Supports(
             tensor_parallel=_RANKS.get(family, (1, 2, 4)),
             sequence=True,
-            context=family in ("GPTJ", "GPTNeoX"),
+            context=family == "GPTNeoX" or (family == "GPTJ" and _GPTJ_LOOKS_UP),
             captured=("attentions", "hidden_states"),
             generation=head == "ForCausalLM",
             checkpointing=family != "GPTNeoXJapanese",
@@ -113,10 +115,7 @@ def cases() -> list[Case]:
         "use_parallel_residual": (True, False),
         "tie_word_embeddings": (False, True),
     }
-    # Before transformers 5.24 its attention was computed in one way.
-    ways = {
-        "attn_implementation": ("eager", "sdpa") if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else ("eager",)
-    }
+    ways = {"attn_implementation": ("eager", "sdpa") if _GPTJ_LOOKS_UP else ("eager",)}
     return [
         *(_case("GPTNeo", head) for head in (*heads, "ForTokenClassification")),
         *(_case("GPTJ", head, options=ways) for head in heads),
