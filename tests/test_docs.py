@@ -264,7 +264,7 @@ _NEEDS = {"trainer.md": "accelerate", "peft.md": "peft", "torch-modules.md": "sh
 
 #: Pages whose code is run, on each number of ranks that one of its blocks names. What `start.md` prints is compared.
 #: Run by `test_the_losses_of_the_first_page_are_those_that_it_shows`, and by `tests/clients/test_pages.py`.
-_ELSEWHERE = {"start.md", "trl.md", "sentence-transformers.md", "pipelines.md", "timm.md"}
+_ELSEWHERE = {"start.md", "trl.md", "sentence-transformers.md", "pipelines.md", "timm.md", "quantized.md"}
 #: Dynamo makes an internal error of a warning that is an error, and torch warns of its own doings while it traces.
 _MARKS = {
     "compile.md": (pytest.mark.filterwarnings("default"), pytest.mark.nightly),

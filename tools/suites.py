@@ -91,6 +91,7 @@ CLIENTS: Mapping[str, Environment] = {
             *SNIPPETS,
             *_TRAINING,
             "ray[train]==2.60.0",
+            "torchao==0.18.0",
         ),
     ),
     "oldest": Environment(

@@ -85,6 +85,7 @@ FOREIGN = {
     "transformers",
     "timm",
     "bitsandbytes",
+    "torchao",
     "accelerate",
     "peft",
     "huggingface_hub",
@@ -93,7 +94,7 @@ FOREIGN = {
     "datasets",
 }
 #: The clients that know them.
-KNOWING = {"shardcore_transformers", "shardcore_bitsandbytes", "shardcore_peft", "shardcore_trainer"}
+KNOWING = {"shardcore_transformers", "shardcore_quantized", "shardcore_peft", "shardcore_trainer"}
 
 #: What each room may import of shardcore: arrows go down only.
 ROOMS = {

@@ -28,9 +28,9 @@ ROOMS = {
 #: Package around the core -> the most lines.
 KITS = {
     "shardcore_shardformer": 2350,
-    "shardcore_transformers": 3110,
-    "shardcore_bitsandbytes": 420,
-    "shardcore_peft": 2300,
+    "shardcore_transformers": 3115,
+    "shardcore_quantized": 730,
+    "shardcore_peft": 2320,
     "shardcore_trainer": 2110,
     "shardcore_cli": 880,
     "shardcore_debug": 100,

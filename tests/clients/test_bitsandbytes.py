@@ -31,7 +31,7 @@ from four_bits import packed
 
 import shardcore_peft
 from adapters import SP, adapted, base, batch, equal_training, lora  # from support/
-from shardcore_bitsandbytes.weights import Weight4Bit
+from shardcore_quantized import Weight4Bit
 
 #: Whose parts on two ranks are whole blocks of 64 values.
 SIZES = {

@@ -18,6 +18,7 @@ LIBRARIES = {
     "sentence-transformers.md": "sentence_transformers",
     "pipelines.md": "transformers",
     "timm.md": "timm",
+    "quantized.md": "torchao",
 }
 
 pytestmark = [
@@ -27,7 +28,14 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("page", "world"),
-    [("trl.md", 2), ("trl.md", 4), ("sentence-transformers.md", 2), ("pipelines.md", 2), ("timm.md", 2)],
+    [
+        ("trl.md", 2),
+        ("trl.md", 4),
+        ("sentence-transformers.md", 2),
+        ("pipelines.md", 2),
+        ("timm.md", 2),
+        ("quantized.md", 2),
+    ],
 )
 def test_code_runs(pool, page, world, tmp_path):
     pytest.importorskip(LIBRARIES[page], reason=f"{page} is about a library that is not installed")

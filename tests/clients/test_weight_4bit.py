@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 from bitsandbytes.functional import dequantize_4bit
 from four_bits import packed  # from support/
 
-from shardcore_bitsandbytes import Weight4Bit
+from shardcore_quantized import Weight4Bit
 
 
 def weight(rows: int = 6, columns: int = 256, kind: str = "nf4") -> tuple[Weight4Bit, Tensor]:
@@ -65,6 +65,11 @@ def test_what_is_written_is_quantized_as_before_and_never_lost():
     assert torch.allclose(own.dequantize()[1:5], torch.cat([2 * values[1:2], values[2:4], 2 * values[4:5]]), atol=1e-6)
     with pytest.raises(NotSupportedError, match="a write is lost"):
         own[:, 64:].copy_(values[:, 64:])
+    with pytest.raises(NotSupportedError, match="a write is lost"):
+        own[:, 64:].detach().copy_(values[:, 64:])
+    plain = torch.zeros_like(values)
+    assert plain.copy_(own).equal(own.dequantize())
+    assert plain.sub_(own).count_nonzero() == 0
     with pytest.raises(NotSupportedError, match="would write into a weight of 4 bits"):
         own.zero_()
 

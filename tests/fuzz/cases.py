@@ -62,8 +62,8 @@ def draw_case(dice: Dice) -> dict[str, Any]:
         fields["parallel_output"] = True
     checkpointing = ""
     if case.supports.checkpointing and dice.often(0.3):
-        # With fully_shard alone, too, torch goes back through what is in front of Deformable DETR's blocks once for each
-        # of them that is checkpointed so.
+        # With fully_shard alone, too, torch goes back through what is in front of Deformable DETR's blocks once for
+        # each of them that is checkpointed so.
         reentrant = case.supports.reentrant and not (axis.startswith("dp") and "deformable" in case.name)
         checkpointing = dice.of("non-reentrant", *(["reentrant"] if reentrant else []))
     return {

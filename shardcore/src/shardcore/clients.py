@@ -4,9 +4,9 @@ An entry point has the name by which the library is imported, and names a module
 
 ``attached_to(model)``
     what the library has put around the layers of a model, an `Attached` or None; asked by `shardcore.shard` where the
-    model has modules of the library
+    model has modules or parameters of the library
 ``unpacking(model)``
-    likewise what makes modules with quantized weights ordinary ones, a `shardcore.plan.shard_plan.ModelPhase` or None
+    likewise what makes modules with quantized weights divisible ones, a `shardcore.plan.shard_plan.ModelPhase` or None
 ``CHANGES``
     what is changed in the library as long as a sharded model lives; see `shardcore.nn.process.Change`
 ``needs_of_optimizer(optimizer)``, ``OPTIMIZERS_AT_WHOLES``
@@ -27,6 +27,7 @@ An entry point has the name by which the library is imported, and names a module
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -145,12 +146,13 @@ def attached_to(model: nn.Module) -> Attached | None:
 
 
 def unpacking(model: nn.Module) -> list[ModelPhase]:
-    """Return what makes the quantized modules of ``model`` ordinary ones, of libraries whose clients are installed."""
+    """Return what makes the quantized modules of ``model`` divisible ones, of libraries whose clients are installed."""
     return list(_asked("unpacking", model))
 
 
 def _asked(what: str, model: nn.Module) -> Iterator[Any]:
-    for library in dict.fromkeys(type(module).__module__.partition(".")[0] for module in model.modules()):
+    held = itertools.chain(model.modules(), model.parameters())
+    for library in dict.fromkeys(libraries.library_of(each) for each in held):
         ask = getattr(client_of(library), what, None)
         if ask is not None and (found := ask(model)) is not None:
             yield found

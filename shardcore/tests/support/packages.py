@@ -12,7 +12,7 @@ AROUND = {
     "shardcore_loop": {"shardcore"},
     "shardcore_shardformer": {"shardcore", "shardcore_loop"},
     "shardcore_transformers": {"shardcore"},
-    "shardcore_bitsandbytes": {"shardcore"},
+    "shardcore_quantized": {"shardcore"},
     "shardcore_peft": _MODELS,
     "shardcore_trainer": {*_MODELS, "shardcore_peft"},
     "shardcore_cli": _MODELS,

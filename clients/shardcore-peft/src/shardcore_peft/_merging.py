@@ -11,8 +11,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardcore.comm.dtensor_params import is_packed
+from shardcore.comm.dtensor_params import is_packed, local_tensor
 from shardcore.comm.parts import part_of
+from shardcore.errors import NotSupportedError
 from shardcore.fsdp.units import unit_of
 from shardcore.mesh.context import ShardContext
 from shardcore.nn import ParallelMixin
@@ -51,7 +52,17 @@ def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
     """Put whole plain tensors in the places of the parameters of ``layer``; each rank copies back its part of the base.
 
     Every rank of the mesh calls it. What is changed beside the base is forgotten.
+
+    Raises:
+        NotSupportedError: the base is packed in a way into which values are not brought again.
     """
+    for name, parameter in layer.named_parameters():
+        if is_packed(parameter) and not type(local_tensor(parameter)).takes_values:  # type: ignore[attr-defined]  # of those
+            raise NotSupportedError(
+                f"adapters are not merged into {name}, {type(local_tensor(parameter)).called}: save them "  # type: ignore[attr-defined]
+                "(save_pretrained), and let PEFT merge them into the unsharded model: PeftModel.from_pretrained(base, "
+                "folder).merge_and_unload()"
+            )
     let_go(layer)
     there: list[tuple[dict[str, Any], str, Any]] = [
         (module._parameters, name, parameter)

@@ -14,6 +14,9 @@ from torch import nn
 
 from shardcore.errors import NotSupportedError
 
+# Layers of PEFT that differ from that for linears in what they merge into: (module, class).
+_OF_QUANTIZED = {("bnb", "Linear4bit"), ("torchao", "TorchaoLoraLinear")}
+
 
 @dataclass(slots=True)
 class Site:
@@ -51,17 +54,17 @@ def nested(layer: nn.Module) -> list[nn.Module]:
 
 
 def let_be_of_linears(layer: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Let layers of PEFT for linears of bitsandbytes' 4 bits be those for linears, which these are while sharded.
+    """Let layers of PEFT for linears of bitsandbytes' 4 bits or of torchao be those for linears, which these are then.
 
     PEFT's two compute the same, and differ in what they merge into. Returns what was changed, with the class it had.
     """
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     for one in nested(layer):
         home = type(one).__module__
-        if home.endswith(".bnb") and type(one).__name__ == "Linear4bit":
+        if (home.rpartition(".")[2], type(one).__name__) in _OF_QUANTIZED:
             changed.append((one, type(one)))
             vars(one).setdefault("fan_in_fan_out", False)  # which IA3's layer for linears alone has
-            one.__class__ = importlib.import_module(home.removesuffix("bnb") + "layer").Linear
+            one.__class__ = importlib.import_module(home.rpartition(".")[0] + ".layer").Linear
     return changed
 
 

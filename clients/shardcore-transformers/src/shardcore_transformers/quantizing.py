@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from transformers.quantizers import AutoHfQuantizer
 
 from shardcore.clients import client_of
 from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.nn.libraries import library_of
 from shardcore.plugins.unserved import installing
 
 _ONLY = "BitsAndBytesConfig(load_in_4bit=True) of transformers is known here"
+# Whose quantized weights can be divided, by shardcore-quantized.
+_LIBRARIES = ("bitsandbytes", "torchao")
 
 
 def quantizer_of(config: Any) -> Any:
@@ -29,7 +33,7 @@ def quantizer_of(config: Any) -> Any:
             f"shardcore.from_pretrained: quantization_config is a {type(config).__name__}; {_ONLY}, and no other one"
         )
     if client_of("bitsandbytes") is None:
-        raise ConfigError(f"shardcore.from_pretrained: quantization_config needs {_missing()}")
+        raise ConfigError(f"shardcore.from_pretrained: quantization_config needs {_missing('bitsandbytes')}")
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     try:
         quantizer.validate_environment(device_map={"": "cpu"})
@@ -39,34 +43,35 @@ def quantizer_of(config: Any) -> Any:
 
 
 def refuse_packed_files(config: Any, place: str) -> None:
-    """Refuse a checkpoint that bitsandbytes has quantized: parts of its packed weights are not read.
+    """Refuse a checkpoint that a library has quantized: parts of its packed weights are not read.
 
     Raises:
         ConfigError: it has.
     """
     said = getattr(config, "quantization_config", None)
     method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
-    if method == "bitsandbytes":
+    if method in _LIBRARIES:
         raise ConfigError(
-            f"{place} is quantized by bitsandbytes already. Load it by its class of transformers, model = Class."
+            f"{place} is quantized by {method} already. Load it by its class of transformers, model = Class."
             f"from_pretrained({place!r}, device_map='cpu'), and give it to shardcore.shard(model, ...)"
         )
 
 
 def unpacking(model: nn.Module) -> None:
-    """Refuse a model that bitsandbytes has quantized where its client is not installed, which makes it ready.
+    """Refuse a model that a library has quantized where its client is not installed, which makes it ready.
 
     Raises:
         NotSupportedError: it is not.
     """
-    found = [path for path, m in model.named_modules() if type(m).__module__.partition(".")[0] == "bitsandbytes"]
-    if found and client_of("bitsandbytes") is None:
-        raise NotSupportedError(f"{found[0]} was quantized by bitsandbytes; to shard it takes {_missing()}")
+    for path, held in itertools.chain(model.named_modules(), model.named_parameters()):
+        library = library_of(held)
+        if library in _LIBRARIES and client_of(library) is None:
+            raise NotSupportedError(f"{path} was quantized by {library}; to shard it takes {_missing(library)}")
 
 
-def _missing() -> str:
-    name = "shardcore-bitsandbytes"
-    return f"{name}, which is not installed{installing(f'clients/{name}')}"
+def _missing(library: str) -> str:
+    name = "shardcore-quantized"
+    return f"{name}[{library}], which is not installed{installing(f'clients/{name}')}"
 
 
 def quantize_empty(model: Any, quantizer: Any) -> None:

@@ -12,7 +12,7 @@ first trained layer, changes nothing. What comes through a function that says no
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -78,25 +78,17 @@ def has_entered(x: Tensor, opened_here: Callable[[Node], bool] = lambda node: Tr
     parameters that are used inside of the region, and whose gradients are summed where they are read.
     ``opened_here`` tells of an entry that names the members of its region whether it is the one that is meant.
     """
-    queue: deque[Node] = deque([x.grad_fn])
-    seen: set[Node] = {None}
-    all_summed = x.grad_fn is not None
-    while queue:  # breadth first: the entry is a few nodes away
-        node = queue.popleft()
-        if node in seen:
-            continue
-        seen.add(node)
+    queue: list[Node] = [] if x.grad_fn is None else [x.grad_fn]
+    seen, all_summed = {None, *queue}, bool(queue)
+    for node in queue:  # breadth first: the entry is a few nodes away
         flow = flow_of(node)
-        if flow is None or flow is ELSEWHERE:
-            return True  # nobody knows: a compiled graph, or a tensor that has entered on another stage of a pipeline
-        if flow.edge == "enters" and (not flow.group or opened_here(node)):
+        # Nobody knows of a compiled graph, nor of a tensor that has entered on another stage of a pipeline.
+        if flow is None or flow is ELSEWHERE or (flow.edge == "enters" and (not flow.group or opened_here(node))):
             return True
-        if flow.edge is None and (flow.takes, flow.gives) == (GradPlacement.VARYING, GradPlacement.REPLICATE):
-            continue
         if flow.edge == "leaves" or leaf_of(node) is not None:
             all_summed = False
-        else:
-            queue.extend(following for following, _ in node.next_functions)
+        elif flow.edge or (flow.takes, flow.gives) != (GradPlacement.VARYING, GradPlacement.REPLICATE):
+            queue += [n for n, _ in node.next_functions if not (n in seen or seen.add(n))]  # type: ignore[func-returns-value]  # add returns None
     return all_summed
 
 

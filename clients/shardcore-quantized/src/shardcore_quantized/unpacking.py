@@ -1,0 +1,79 @@
+"""Quantized linears as linears: what a policy calls ``column("q_proj")`` is a ``torch.nn.Linear`` where it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from shardcore.errors import NotSupportedError
+from shardcore.mesh.context import ShardContext
+from shardcore.plan import ShardPlan
+from shardcore.plan.shard_plan import ModelPhase
+from shardcore_quantized.packed import PackedWeight
+
+
+class Unpacking(ModelPhase):
+    """Quantized linears, which are ``torch.nn.Linear`` with a `PackedWeight` from `begin` on.
+
+    Args:
+        linears: they and their weights, by their paths.
+        own: the attributes that they have beside those of ``torch.nn.Linear``.
+    """
+
+    def __init__(self, linears: Mapping[str, tuple[nn.Module, PackedWeight]], own: tuple[str, ...] = ()) -> None:
+        self._linears = dict(linears)
+        self._own = own
+        self._before: list[tuple[nn.Module, type, dict[str, Any], nn.Parameter]] = []
+
+    def begin(self) -> None:
+        """Make them linears."""
+        for module, weight in self._linears.values():
+            quantized: Any = module
+            self._before.append((module, type(module), dict(vars(module)), quantized.weight))
+            for name in self._own:
+                vars(module).pop(name, None)
+            module.__class__ = nn.Linear
+            module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+
+    def check(self, plan: ShardPlan) -> None:
+        """Refuse parts that would begin or end inside of a block.
+
+        Raises:
+            NotSupportedError: one would.
+        """
+        ranks = plan.config.tensor_parallel_size or 1
+        for parameter in plan.parameters:
+            _, weight = self._linears.get(parameter.name.removesuffix(".weight"), (None, None))
+            if weight is None or parameter.layout is None:
+                continue
+            whole = tuple(weight.shape)
+            for rank in range(ranks):
+                rows, columns = parameter.layout.shape(whole, ranks, rank)
+                if not weight.has_whole_blocks(rows, columns):
+                    raise NotSupportedError(
+                        f"{parameter.name}, {whole[0]} x {whole[1]}, is quantized in blocks of {weight.blocks}, and "
+                        f"the part of rank {rank} of {ranks}, {rows} x {columns}, is no whole number of them: take "
+                        f"fewer ranks, or leave the module out of quantization ({weight.way_out})"
+                    )
+
+    def give_up(self) -> None:
+        """Make them what they were."""
+        for module, kind, attributes, weight in self._before:
+            module.__class__ = kind
+            vars(module).update(attributes)
+            module._parameters["weight"] = weight
+        self._before.clear()
+        self._linears.clear()
+
+    def runs(self, context: ShardContext | None) -> bool:
+        """Also where nothing was sharded: they become what they were."""
+        return True
+
+    def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
+        """Let go of what they were."""
+        if context is None:
+            self.give_up()
+        self._before.clear()
+        self._linears.clear()
