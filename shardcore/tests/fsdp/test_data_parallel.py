@@ -64,6 +64,29 @@ def by_the_core():
     assert sharded(batch()).dtype == torch.float32
 
 
+def ties_of_blocks():
+    """Blocks that have parameters in common are in the unit of the model, and these stay one; others have their own."""
+    for sizes in ({"tp": 2, "dp": 2}, {"tp": 1, "dp": 4}, {"tp": 2, "dp_replicate_size": 2}):
+        reference = build(layers=3)
+        first, _, last = reference.model.layers
+        for name in ("gate", "up", "down"):
+            getattr(last.mlp, name).weight = getattr(first.mlp, name).weight
+        sharded = shardcore.shard(copy.deepcopy(reference), policy=TinyPolicy, **sizes)
+        assert [n for n, m in sharded.named_modules() if isinstance(m, FSDPModule)] == ["", "model.layers.1"]
+        context = context_of(sharded)
+        rows = 4 // context.sizes.replicas
+        own = slice(rows * context.replica, rows * (context.replica + 1))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (reference, sharded)]
+        for seed in range(2):
+            ids = batch(seed, rows=4)
+            reference(ids, labels=ids.roll(1, 1)).backward()
+            sharded(ids[own], labels=ids[own].roll(1, 1)).backward()
+            assert_same_gradients(reference, sharded)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def nothing_to_do():
     sharded = build()
     shardcore.shard(sharded, policy=TinyPolicy, tp=2)
@@ -80,6 +103,10 @@ def test_wrapped_by_the_user(pool):
 
 def test_wrapped_by_the_core(pool):
     pool.run(by_the_core, world=4)
+
+
+def test_blocks_that_are_tied(pool):
+    pool.run(ties_of_blocks, world=4)
 
 
 def test_without_a_data_axis_nothing_is_wrapped(pool):

@@ -23,7 +23,7 @@ _AROUND = (".outputs", ".calls", ".after_forward")
 
 def signature_of(plan: Any) -> frozenset[str]:
     """Return the names of the kinds of steps, mixins and layouts of a `shardcore.plan.ShardPlan`."""
-    return layouts_of(plan) | {kind.__name__ for kind in _kinds(plan)}
+    return layouts_of(plan) | _ties_of(plan) | {kind.__name__ for kind in _kinds(plan)}
 
 
 def mechanisms_of(plan: Any) -> frozenset[str]:
@@ -36,7 +36,19 @@ def mechanisms_of(plan: Any) -> frozenset[str]:
         for kind in _kinds(plan)
         if kind.__module__.startswith("shardcore.") and not kind.__module__.endswith(_AROUND)
     }
-    return layouts_of(plan) | of_blocks
+    return layouts_of(plan) | _ties_of(plan) | of_blocks
+
+
+def _ties_of(plan: Any) -> frozenset[str]:
+    """Return the name of what a plan has where blocks have a parameter in common; empty if none do."""
+    lists = plan.stages.lists if plan.stages else ()
+
+    def block(name: str) -> str:
+        home = next((home for home in lists if name.startswith(f"{home}.")), "")
+        return home and f"{home}.{name.removeprefix(f'{home}.').partition('.')[0]}"
+
+    homes = ({block(name) for name in (p.name, *p.aliases)} for p in plan.parameters)
+    return frozenset({"ties of blocks"} if any(len(found) > 1 for found in homes) else ())
 
 
 def _kinds(plan: Any) -> set[type]:

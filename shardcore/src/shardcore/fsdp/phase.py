@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeAlias
 
@@ -62,6 +63,7 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     lists = stages.lists if stages else ()
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     blocks = [block for block in blocks if any(True for _ in block.parameters())]  # else of another stage of a pipeline
+    blocks = _untied(model, blocks)
     if sizes.pp > 1 and gathers:
         options.setdefault("reshard_after_forward", False)  # see `shardcore.fsdp.accumulation`
     experts = [module for module in model.modules() if isinstance(module, ExpertParallel)]
@@ -73,6 +75,19 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
             wrap(unit.module, mesh=mesh, **options)
         unit.watch()
     model.__dict__["__deepcopy__"] = _refuse_to_be_copied  # of the instance: FSDP2's class has its own
+
+
+def _untied(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return the blocks whose parameters nothing outside of them holds: FSDP2 takes a parameter into one unit.
+
+    All of the others, as those of Zamba 2 that have one transformer in common, belong to the unit of the model.
+    """
+
+    def held(part: nn.Module) -> Counter[int]:
+        return Counter(id(p) for module in part.modules() for p in module._parameters.values() if p is not None)
+
+    everywhere = held(model)
+    return [block for block in blocks if held(block).items() <= everywhere.items()]
 
 
 def _refuse_to_be_copied(memo: Any) -> NoReturn:
