@@ -40,7 +40,7 @@ KITS = {
     "shardcore_scaffold": 4010,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
-CORE = 27840
+CORE = 27845
 HOOKS = 18500
 OF_THE_HOOKS = ("plugins", "policy", "hooks", "styles", "plan", "compile", "apply", "nn", "comm", "mesh", "config")
 

@@ -244,6 +244,20 @@ def test_nobody_can_tell_of_labels_that_do_not_count():
     assert shares_of([reduction], [{"x": x, "labels": labels}], "Net") == [0.0]
 
 
+def test_nobody_can_tell_of_a_sum_where_the_first_label_of_each_row_alone_counts():
+    x, labels = X[:2], torch.full((2, 4), -100)
+    labels[:, 0] = 3
+    arguments = {"x": x, "labels": labels, "num_items_in_batch": 6}
+    with LossCalls(arguments) as inside:
+        value = causal(**arguments)
+    (reduction,) = reductions_of({"loss": value}, value, inside.calls, (), arguments)
+    assert (reduction.kind, reduction.shifted) == ("unknown", None)
+    with LossCalls(arguments) as inside:  # over which labels a mean is one, they tell all the same
+        value = causal(x, labels)
+    (reduction,) = reductions_of({"loss": value}, value, inside.calls, (), arguments)
+    assert (reduction.kind, reduction.shifted) == ("labels", True)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_sum_over_no_labels_has_no_share(first):
     labels = LABELS.clone()

@@ -89,6 +89,8 @@ class LossCall:
         """Return what the loss is made of, if it is made of this call alone."""
         if self.reduction not in ("sum", "none") or self.over.shifted is None:
             return self.over
+        if self.over.kind == "labels" and not self.over.count(arguments):
+            return replace(self.over, kind="unknown", shifted=None)  # a sum over none is 0 whatever divides it
         by = self._divisor(loss)
         whole = arguments.get("num_items_in_batch")
         if _near(by, 1.0) or (whole is not None and _near(by, float(whole))):
