@@ -196,6 +196,8 @@ def test_what_may_help_was_not_asked_for_and_takes_from_the_peak(phase, work, fi
         at_peak={"temporaries": 1},
         traffic=(),
         operations={},
+        calls={},
+        device={},
     )
     assert advice([plan.alone(estimate)], "more") == said
 

@@ -18,6 +18,7 @@ from shardcore_cli.commands import convert, doctor, inspect, packs
 GROUP = "shardcore.commands"
 #: Command -> the distribution of this project that has it.
 _HOMES = {
+    "calibrate": "shardcore-planner",
     "explain": "shardcore-planner",
     "plan": "shardcore-planner",
     "verify": "shardcore-testing",

@@ -21,7 +21,9 @@ _MICRO_BATCHES_HELP = "Of --pp: micro-batches of a step [default: 2 for each ran
 _SEARCH_HELP = "List the meshes of --ranks ranks without pipelines, cheapest traffic first."
 _CP_HELP = "Ranks that divide the tokens of each batch (context parallelism)."
 _POLICY_HELP = "Infer a policy from a small copy of the class, where no pack serves it."
-_DEVICE_HELP = "What computes; on cuda kernels keep less, and optimizers update all parameters at once."
+_DEVICE_HELP = "What computes; on cuda kernels keep less, and optimizers update all at once [default: cuda]."
+_CARD_HELP = "Tell the time of a step on this device: h200, or a file of shardcore calibrate."
+_LINK_HELP = "With --card: bytes that a rank sends in a second, on one axis or on all others; may be repeated."
 
 
 @click.command(
@@ -157,7 +159,9 @@ def explain(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Any other field of ShardConfig; may be repeated."
 )
 @click.option("--policy", type=click.Choice(["infer"]), help=_POLICY_HELP)
-@click.option("--device", default="cuda", show_default=True, type=click.Choice(["cuda", "cpu"]), help=_DEVICE_HELP)
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), help=_DEVICE_HELP)
+@click.option("--card", metavar="NAME", help=_CARD_HELP)
+@click.option("--link", "links", multiple=True, metavar="[AXIS=]SIZE", help=_LINK_HELP)
 @click.option("--memory", metavar="SIZE", help="What a rank has, with its unit: 80GiB, 80GB.")
 @click.option("--search", is_flag=True, help=_SEARCH_HELP)
 @click.option("--ranks", type=click.IntRange(1), help="With --search: all ranks.")
@@ -182,7 +186,9 @@ def plan(
     settings: tuple[str, ...],
     policy: str | None,
     memory: str | None,
-    device: str,
+    device: str | None,
+    card: str | None,
+    links: tuple[str, ...],
     search: bool,
     ranks: int | None,
     max_tp: int,
@@ -191,7 +197,7 @@ def plan(
     as_json: bool,
     **work: Any,
 ) -> None:
-    """Compute what one step of MODEL takes on each rank: memory, and the bytes that are sent.
+    """Compute what one step of MODEL takes on each rank: memory, the bytes that are sent, and with --card the time.
 
     MODEL is a folder with a config.json, a config.json, or a class name. No weights are read and nothing is allocated:
     the sharded model runs on tensors that hold nothing, with a few of its blocks, among ranks that are not there.
@@ -202,6 +208,7 @@ def plan(
       shardcore plan ./checkpoint --search --ranks 32 --memory 80GiB --svg meshes.svg
       shardcore plan ./checkpoint --pp 4 --tp 8 --schedule interleaved --microbatches 16
       shardcore plan ./checkpoint --cp 8 --seq 131072 --memory 80GiB
+      shardcore plan ./checkpoint --tp 8 --dp 4 --card h200 --link tp=450GB --link 50GB
       shardcore plan ./checkpoint --tp 8 --optimizer none --json
     """  # noqa: D301  # click reads the control character, not the letters
     require_torch()
@@ -218,7 +225,9 @@ def plan(
         "microbatch_size": microbatch_size,
     }
     config = command.configuration(settings, sequence=sp, checkpointing=checkpointing, **sizes, **pipeline)
-    workload = Workload(device=device, batch=batch_of(config, batch), **work)
+    rates = command.card_of(card, links)
+    on = device or ("cuda" if rates is None else rates.device)
+    workload = Workload(device=on, card=rates, batch=batch_of(config, batch), **work)
     with answer_only():
         inferred = command.drafted(model) if policy else None
         if search:
@@ -254,3 +263,31 @@ def _sizes(search: bool, ranks: int | None, **sizes: int | None) -> dict[str, in
     if ranks is not None and not search:
         raise click.UsageError("--ranks belongs to --search")
     return sizes if search else {**sizes, "tp": sizes["tp"] or 1, "dp": sizes["dp"] or 1}
+
+
+@click.command(short_help="Measure how fast this machine computes.")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="What is measured [default: what is here].")
+def calibrate(file: Path, device: str | None) -> None:
+    """Measure how fast this machine computes, in half a minute, and write FILE, which shardcore plan --card takes.
+
+    Products in each dtype, memory, and what the host needs for an operation. Nothing else should run meanwhile; on a
+    CPU, OMP_NUM_THREADS is that of a rank.
+
+    \b
+    Examples:
+      shardcore calibrate card.json
+      shardcore plan ./checkpoint --tp 2 --card card.json --link 10GB
+    """  # noqa: D301  # click reads the control character, not the letters
+    require_torch()
+    import dataclasses
+
+    import torch
+
+    from shardcore_planner.calibrating import calibrated
+
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    card = calibrated(device or here, lambda line: click.echo(line, err=True))
+    file.write_text(json.dumps(dataclasses.asdict(card), indent=2) + "\n", encoding="utf-8")
+    rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in card.products.items())
+    click.echo(f"{card.name}: {rates} TFLOP/s, {card.memory / 1e9:.3g} GB/s, {card.call * 1e6:.1f} us for an operation")

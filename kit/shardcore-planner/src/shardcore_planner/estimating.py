@@ -113,7 +113,7 @@ def _trace(model: Any, workload: Workload, call: Call, kinds: list[Kind], keep: 
     with holding_nothing(workload.device) as fake:
         to_fake(model)
         stepper = Stepper(model, workload)
-        found = run_step(model, call, stepper, workload, Watch(fake), places)
+        found = run_step(model, call, stepper, workload, Watch(fake, workload.card), places)
     return by_axis(found, context)
 
 
@@ -141,5 +141,11 @@ def _estimate(config: ShardConfig, workload: Workload, numbers: Numbers) -> Esti
         peak_phase=phase,
         at_peak={kind: numbers["peak", phase, place, kind] for kind in KINDS},
         traffic=traffic_of(numbers),
-        operations={key[1]: count for key, count in numbers.items() if key[0] == "operations"},
+        operations=_by_phase(numbers, "operations"),
+        calls=_by_phase(numbers, "calls"),
+        device={phase: count / 1e9 for phase, count in _by_phase(numbers, "device").items()},
     )
+
+
+def _by_phase(numbers: Numbers, what: str) -> dict[str, int]:
+    return {key[1]: count for key, count in numbers.items() if key[0] == what}

@@ -44,15 +44,17 @@ def rank_estimate(
         peak_phase=phase,
         at_peak={kind: at_peak[kind] for kind in KINDS},
         traffic=traffic_of(_sent(seen, stages, placed, number, trains=trains)),
-        operations=_operations(seen, number),
+        operations=_by_phase(seen, "operations", number),
+        calls=_by_phase(seen, "calls", number),
+        device={phase: count / 1e9 for phase, count in _by_phase(seen, "device", number).items()},
     )
 
 
-def _operations(seen: Numbers, number: int) -> dict[str, int]:
-    """Return how much is computed in a step, by phase."""
+def _by_phase(seen: Numbers, what: str, number: int) -> dict[str, int]:
+    """Return how much of some work there is in a step, by phase."""
     found: Counter[str] = Counter()
     for key, count in seen.items():
-        if key[0] == "operations":
+        if key[0] == what:
             found[_PHASES[key[1][0]]] += (number - 1 if key[1][1] == "1" else 1) * count
     return dict(found)
 

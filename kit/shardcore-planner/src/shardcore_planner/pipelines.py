@@ -65,6 +65,8 @@ def estimate_pipeline(
         at_peak=most.at_peak,
         traffic=most.traffic,
         operations=most.operations,
+        calls=most.calls,
+        device=most.device,
         pipeline=PipelineEstimate(
             schedule=config.pipeline_schedule or "1f1b",
             micro_batches=pipeline.number,

@@ -49,8 +49,8 @@ def run_rank(model: Any, workload: Workload, call: Make, rows: int, places: Plac
         ``("change", action, kind)``, of what an action leaves alive, and ``("rise", action, place, kind)``, of what it
         takes at most; ``("arrives" or "leaves", position, "count" or "bytes")`` of a micro-batch, by the position of a
         stage among those of the rank; ``("sent", action, operation, axis, ranks, "count" or "bytes")``; and
-        ``("operations", action)``. Actions are ``"begin"``, ``"F0 0"`` (the forward of micro-batch 0 in the first stage
-        of the rank) and the like, ``"finish"`` and ``"optimizer"``.
+        what `Watch.work` has, by action. Actions are ``"begin"``, ``"F0 0"`` (the forward of micro-batch 0 in the first
+        stage of the rank) and the like, ``"finish"`` and ``"optimizer"``.
     """
     engine = pipeline_of(model)
     assert engine is not None  # the caller sharded it so
@@ -62,7 +62,7 @@ def run_rank(model: Any, workload: Workload, call: Make, rows: int, places: Plac
     with holding_nothing(workload.device) as fake:
         to_fake(model)
         run = _Run(model, engine, metadata, workload, call(model, workload))
-        watch = Watch(fake)
+        watch = Watch(fake, workload.card)
         found = run.watched(rows, watch, places)
     for position, stage in enumerate(engine.stages):
         found.update(_crossing(metadata, stage, str(position)))
@@ -149,7 +149,7 @@ class _Run:
             for handle in handles:
                 handle.remove()
         found.update({("sent", *key): size for key, size in watch.sent.items()})
-        found.update({("operations", action): count for action, count in watch.operations.items()})
+        found.update(watch.work)
         return found
 
     def _step(self, act: Callable[[str, Callable[[], None]], None]) -> None:

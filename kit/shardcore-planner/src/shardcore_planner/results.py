@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from shardcore.config import ShardConfig
 from shardcore.mesh.axes import Sizes
+from shardcore_planner.cards import Card
 from shardcore_planner.workload import Workload
 
 #: Operations between two ranks.
@@ -59,7 +60,7 @@ class RankEstimate:
         peak_phase: when that is.
         at_peak: the bytes of that moment by `KINDS`; buffers are among the activations.
         traffic: the collectives, and what it sends along ``pp``.
-        operations: as of `Estimate`.
+        operations: as of `Estimate`, like ``calls`` and ``device``.
     """
 
     rank: int
@@ -73,11 +74,57 @@ class RankEstimate:
     at_peak: dict[str, int]
     traffic: tuple[Traffic, ...]
     operations: dict[str, int]
+    calls: dict[str, int]
+    device: dict[str, float]
 
     @property
     def sent(self) -> int:
         """The bytes that it sends in one step."""
         return sum(traffic.sent for traffic in self.traffic)
+
+
+class Time(NamedTuple):
+    """How long a step takes on a rank, in seconds.
+
+    Attributes:
+        device: what the device computes for.
+        host: what the host calls that for.
+        computing: both, one beside the other or one after the other.
+        sending: what collectives take; those of axes without a link take nothing.
+        unknown: the axes of these.
+        waiting: the fraction of all in which ranks of a pipeline wait for each other.
+    """
+
+    device: float
+    host: float
+    computing: float
+    sending: float
+    unknown: tuple[str, ...]
+    waiting: float
+
+    @classmethod
+    def of(cls, card: Card, rank: Estimate | RankEstimate, waiting: float) -> Self:
+        """Return that of a rank."""
+        calls = {phase: count * card.call for phase, count in rank.calls.items()}
+        sending = {traffic: card.sending(traffic) for traffic in rank.traffic}
+        return cls(
+            device=sum(rank.device.values()),
+            host=sum(calls.values()),
+            computing=sum(card.computing(rank.device.get(phase, 0.0), host) for phase, host in calls.items()),
+            sending=sum(filter(None, sending.values())),
+            unknown=tuple(sorted({traffic.axis for traffic, time in sending.items() if time is None})),
+            waiting=waiting,
+        )
+
+    @property
+    def least(self) -> float:
+        """If all that is sent is sent while something computes."""
+        return max(self.computing, self.sending) / (1 - self.waiting)
+
+    @property
+    def most(self) -> float:
+        """If nothing computes while something is sent."""
+        return (self.computing + self.sending) / (1 - self.waiting)
 
 
 class Slot(NamedTuple):
@@ -136,6 +183,8 @@ class Estimate:
         traffic: the collectives.
         operations: by phase, additions and multiplications of products, convolutions and attention on this rank (of
             causal attention all), with what is computed again.
+        calls: by phase, the operations that the host calls.
+        device: by phase, the seconds that the device takes for them; empty where the workload has no card.
         pipeline: of a pipeline, what each of its ranks takes; ``kept`` is then what is in flight at most.
     """
 
@@ -148,6 +197,8 @@ class Estimate:
     at_peak: dict[str, int]
     traffic: tuple[Traffic, ...]
     operations: dict[str, int]
+    calls: dict[str, int]
+    device: dict[str, float]
     pipeline: PipelineEstimate | None = None
 
     @property
@@ -167,6 +218,16 @@ class Estimate:
     def samples(self) -> int:
         """The samples of all replicas in one step."""
         return self.workload.batch * (self.config.data_parallel_size or 1)
+
+    @property
+    def time(self) -> Time | None:
+        """How long a step takes; None where the workload has no card. Of a pipeline, what its slowest rank takes."""
+        card = self.workload.card
+        if card is None:
+            return None
+        ranks = (self,) if self.pipeline is None else self.pipeline.ranks
+        waiting = 0.0 if self.pipeline is None else self.pipeline.bubble
+        return max((Time.of(card, rank, waiting) for rank in ranks), key=lambda time: time.most)
 
     def fits(self, memory: int | None) -> bool | None:
         """Tell whether the peak is at most ``memory`` bytes; None if there is no limit."""

@@ -38,7 +38,7 @@ def run_step(
     Returns:
         Bytes by ``("held", kind)``, of what lives from step to step and of gradients; ``("kept",)``, of what the
         forward leaves alive; ``("peak", phase, place, kind)``; ``("sent", phase, operation, group, "bytes" or
-        "count")``; and ``("operations", phase)``.
+        "count")``; and what `Watch.work` has.
     """
     inputs = call.inputs()
     with torch.set_grad_enabled(workload.trains):
@@ -75,7 +75,7 @@ def run_step(
         found["held", kind] = alive[kind]
     found.update({("peak", *key): size for key, size in watch.peaks.items()})
     found.update({("sent", *key): size for key, size in watch.sent.items()})
-    found.update({("operations", phase): count for phase, count in watch.operations.items()})
+    found.update(watch.work)
     return found
 
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from shardcore._torch import FakeTensor
+from shardcore_planner.cards import Card
 
 #: What memory is taken by, from what stays to what comes and goes.
 KINDS = ("parameters", "gradients", "optimizer", "temporaries", "activations")
@@ -29,6 +30,8 @@ OPERATIONS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
 }
+
+_SENDS = ("c10d", "_c10d_functional")
 
 #: What sends nothing: the other end of a send, and what accompanies a functional collective.
 _BESIDES = ("recv", "wait_tensor", "_wrap_tensor_autograd")
@@ -67,6 +70,7 @@ class Watch(TorchDispatchMode):
     Args:
         fake: count fake tensors of this mode alone (what DTensor computes shapes with is of another); None counts
             real ones.
+        card: how fast operations are, where their time is asked for.
 
     Attributes:
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``; set by whoever runs the step.
@@ -74,17 +78,18 @@ class Watch(TorchDispatchMode):
         peaks: the most bytes at once, by (phase, place, kind), of the moment with the most altogether (``"all"``).
         sent: by (phase, operation, group, ``"count"`` or ``"bytes"``); bytes are of the whole tensor that is reduced,
             gathered or scattered.
-        operations: multiplications and additions of products, convolutions and attention, by phase, as
-            `torch.utils.flop_counter` counts them: of causal attention all.
+        work: by ``("operations", phase)`` multiplications and additions of products, convolutions and attention, as
+            `torch.utils.flop_counter` counts them (of causal attention all); by ``("calls", phase)`` the operations
+            that the host calls; with a card, by ``("device", phase)`` the nanoseconds that the device takes for them.
     """
 
-    def __init__(self, fake: Any = None) -> None:
+    def __init__(self, fake: Any = None, card: Card | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.phase, self.place = "forward", ""
         self.peaks: Numbers = Counter()
         self.sent: Numbers = Counter()
-        self.operations: Counter[str] = Counter()
-        self._fake = fake
+        self.work: Numbers = Counter()
+        self._fake, self._card = fake, card
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         #: Bytes of each, when it was last looked at: what FSDP2 makes empty is not seen at once.
         self._sizes: dict[int, int] = {}
@@ -120,11 +125,20 @@ class Watch(TorchDispatchMode):
         for tensor in _tensors((args, kwargs, out)):
             self._see(tensor)
         self._note_peak()
-        if (count := _COUNTED.get(func.overloadpacket)) is not None:
-            self.operations[self.phase] += count(*args, **(kwargs or {}), out_val=out)
+        count = _COUNTED.get(func.overloadpacket)
+        operations = 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
+        if operations:
+            self.work["operations", self.phase] += operations
+        self.work["calls", self.phase] += 1
+        if self._card is not None and not _is_view(func):
+            tensors = [local(tensor) for tensor in _tensors((args, kwargs, out))]
+            dtype = tensors[0].dtype if tensors else None
+            self.work["device", self.phase] += round(
+                1e9 * self._card.time(operations, sum(map(nbytes, tensors)), dtype)
+            )
         namespace, _, name = func.name().partition("::")
         name = name.partition(".")[0].strip("_")
-        if namespace in ("c10d", "_c10d_functional") and name not in _BESIDES:
+        if namespace in _SENDS and name not in _BESIDES:
             sized = name == "alltoall_base" and any(isinstance(arg, list) and arg for arg in args)
             key = self.phase, "all_to_all" if sized else OPERATIONS.get(name, name), _group(args)
             self.sent[*key, "count"] += 1
@@ -178,6 +192,12 @@ def local(tensor: Tensor) -> Tensor:
 def nbytes(tensor: Tensor) -> int:
     """Return the bytes of the elements of a tensor."""
     return tensor.numel() * tensor.element_size()
+
+
+def _is_view(operation: Any) -> bool:
+    """Tell whether an operation returns views, or sends: neither computes anything."""
+    aliases = (returned.alias_info for returned in operation._schema.returns)
+    return operation.namespace in _SENDS or any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _group(args: Any) -> str:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shardcore.errors import ConfigError, NotSupportedError, ShardcoreError
 from shardcore.plugins.isolation import in_one_line
+from shardcore_planner.cards import Card
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -45,9 +46,10 @@ class Workload:
         device: what computes, ``"cuda"`` or ``"cpu"``. On CUDA some operations are one kernel that keeps less, and the
             optimizer steps all parameters together, as torch does there by default: with temporary tensors as large as
             all parameters of the rank. On the CPU it steps one after the other; a fused optimizer does neither.
+        card: how fast that is, where the time of a step is asked for.
 
     Raises:
-        ConfigError: a value is none of these.
+        ConfigError: a value is none of these, or the card is no ``device``.
     """
 
     batch: int = 1
@@ -57,6 +59,7 @@ class Workload:
     master_weights: bool = False
     lora: int | None = None
     device: str = "cuda"
+    card: Card | None = None
 
     def __post_init__(self) -> None:
         words = (
@@ -70,6 +73,8 @@ class Workload:
         for name, size in (("batch", self.batch), ("seq", self.seq), ("lora", self.lora)):
             if size is not None and (type(size) is not int or size < 1):
                 raise ConfigError(f"Workload.{name} must be a positive integer, got {size!r}")
+        if self.card is not None and self.card.device != self.device:
+            raise ConfigError(f"Workload.card is {self.card.name}, a {self.card.device}, and device is {self.device!r}")
         if self.master_weights and self.optimizer == "none":
             raise ConfigError("Workload.master_weights are an optimizer's, and optimizer is 'none'; leave one of them")
         if self.lora and self.optimizer == "none":

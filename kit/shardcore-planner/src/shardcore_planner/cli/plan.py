@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -14,18 +15,20 @@ from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.inferred import inference
-from shardcore.mesh.axes import Sizes
+from shardcore.mesh.axes import AXES, Sizes
 from shardcore.plan import ShardPlan
 from shardcore.policy import Policy
 from shardcore_cli.tables import in_words, say, show_table
 from shardcore_planner import KINDS, Estimate, Workload, estimate
 from shardcore_planner.calls import call_of
+from shardcore_planner.cards import Card, Link
 from shardcore_planner.cli.advice import advice
 from shardcore_planner.cli.bars import Bar, picture
 from shardcore_planner.cli.explain import parse_settings
 from shardcore_planner.cli.pipelines import pipeline_to_json, show_pipeline, traffic_to_json
 from shardcore_planner.cli.summary import tell_quantized
 from shardcore_planner.preparing import planned
+from shardcore_planner.results import Time
 from shardcore_planner.search import Found, cost, ordered
 from shardcore_planner.search import search as meshes_of
 from shardcore_transformers.models import meta_model
@@ -33,6 +36,7 @@ from shardcore_transformers.models import meta_model
 _UNITS = {"B": 1, **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
 _NAMES = {"temporaries": "temporaries of the optimizer"}
+_TIMES = ("least", "most", "device", "host", "computing", "sending", "unknown", "waiting")
 _LONGEST = 40  # signs of a path in a title
 
 
@@ -46,6 +50,26 @@ def bytes_of(text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{text!r} is no amount of memory; wanted a number and a unit: 80GiB, 80GB, 500MiB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def card_of(name: str | None, links: Sequence[str]) -> Card | None:
+    """Return the card that options name, with what lies between ranks.
+
+    Raises:
+        ConfigError: there is no such card, a link is none, or there are links and no card.
+    """
+    if name is None:
+        if links:
+            raise ConfigError("--link tells the time of a step together with --card; give a card, such as --card h200")
+        return None
+    card = Card.of(name)
+    found = dict(card.links)
+    for text in links:
+        axis, _, size = text.rpartition("=")
+        if axis and axis not in AXES:
+            raise ConfigError(f"--link {text}: there is no axis {axis!r}, only {', '.join(AXES)}")
+        found[axis] = Link(rate=bytes_of(size))
+    return dataclasses.replace(card, links=found)
 
 
 def configuration(
@@ -95,10 +119,12 @@ def compiled(source: str, found: Sequence[Found], policy: type[Policy] | None = 
 def to_json(model: str, found: Estimate, memory: int | None) -> dict[str, Any]:
     """Return an estimate as JSON data; sizes are bytes of one rank."""
     workload, sizes = found.workload, found.sizes
+    card = None if workload.card is None else workload.card.name
+    time = None if found.time is None else {name: getattr(found.time, name) for name in _TIMES}
     return {
         "model": model,
         "mesh": _mesh_to_json(sizes),
-        "workload": {name: getattr(workload, name) for name in workload.__dataclass_fields__},
+        "workload": {**{name: getattr(workload, name) for name in workload.__dataclass_fields__}, "card": card},
         "sequence_parallelism": found.config.enable_sequence_parallelism,
         "bytes": {**found.held, "activations": found.kept, "peak": found.peak},
         "peak": {"phase": found.peak_phase, **found.at_peak},
@@ -106,6 +132,8 @@ def to_json(model: str, found: Estimate, memory: int | None) -> dict[str, Any]:
         "fits": found.fits(memory),
         "collectives": traffic_to_json(found.traffic),
         "operations": found.operations,
+        "calls": found.calls,
+        "time": time,
         "sent": found.sent,
         "sent_per_sample": found.sent / found.samples,
         **({"pipeline": pipeline_to_json(found.pipeline)} if found.pipeline is not None else {}),
@@ -297,6 +325,7 @@ def _sent(found: Estimate) -> Iterator[tuple[str, ...]]:
 
 
 def _summary(found: Estimate, memory: int | None) -> Iterator[str]:
+    work = found.workload
     each = f" ({in_words(found.sent / found.samples)} for each sample of the step)" if found.samples > 1 else ""
     sender = "each rank" if found.pipeline is None else "that rank"
     yield f"{sender} sends {in_words(found.sent)} in a step{each}"
@@ -305,8 +334,25 @@ def _summary(found: Estimate, memory: int | None) -> Iterator[str]:
     yield f"{computes} computes {sum(found.operations.values()) / 1e12:.3g} TFLOP in a step ({parts})"
     if found.pipeline is not None:
         yield f"bubble: ranks of the pipeline wait {found.pipeline.bubble:.1%} of the time for each other, at least"
+    if found.time is not None and work.card is not None:
+        yield _time(found.time, work.card)
     limit = "" if memory is None else f": {'fits' if found.fits(memory) else 'does not fit'} into {in_words(memory)}"
     yield f"peak {in_words(found.peak)} in the {found.peak_phase}{limit}"
+
+
+def _time(time: Time, card: Card) -> str:
+    """Return how long a step takes, and what that is made of."""
+    unknown = f" (not counted: --link for {', '.join(time.unknown)})" if time.unknown else ""
+    sent = f"; sending {_seconds(time.sending)}{unknown}" if time.sending or unknown else ""
+    least, most = map(_seconds, (time.least, time.most))
+    return (
+        f"a step takes {least if least == most else f'{least} to {most}'} on {card.name}: the device computes "
+        f"{_seconds(time.device)}, the host calls operations for {_seconds(time.host)}{sent}"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _end_of(path: str) -> str:
