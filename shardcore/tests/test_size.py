@@ -35,7 +35,7 @@ KITS = {
     "shardcore_cli": 880,
     "shardcore_debug": 100,
     "shardcore_loop": 1260,
-    "shardcore_planner": 4570,
+    "shardcore_planner": 4585,
     "shardcore_testing": 5455,
     "shardcore_scaffold": 4010,
 }

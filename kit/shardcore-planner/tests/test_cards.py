@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from test_devices import _llama, _Ones
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
 from shardcore_cli import main
-from shardcore_planner import Card, Link, Workload, calibrating, estimate
+from shardcore_planner import Card, Estimate, Link, Traffic, Workload, calibrating, estimate
 from shardcore_planner.calls import call_of
+from shardcore_planner.cli.plan import alone, show_search
+from shardcore_planner.search import ordered
 from shardcore_planner.watch import Watch
 from shardcore_planner.workload import Call
 
@@ -144,3 +147,24 @@ def test_commands(tmp_path, monkeypatch):
         assert refused.exit_code
         assert says in refused.output
     assert "together with --card" in run(main, ["plan", "LlamaForCausalLM", "--link", "1GB"]).output
+
+
+def test_a_search_with_a_card_lists_what_is_fastest_first(capsys):
+    def made(tp, sent, card):
+        workload = Workload(device="cpu", card=card)
+        traffic = Traffic(phase="forward", operation="send", axis="tp", ranks=2, count=0, bytes=sent)
+        calls = {"forward": 1000 // tp}
+        return alone(
+            Estimate(
+                config=ShardConfig(tensor_parallel_size=tp), workload=workload, held={}, kept=0, peak=1,
+                peak_phase="forward", at_peak=Counter(), traffic=(traffic,), operations={}, calls=calls, device={},
+            )
+        )  # fmt: skip
+
+    linked = dataclasses.replace(PLAIN, links={"tp": Link(rate=1e9, latency=0.0)})
+    for card, first, costs in ((linked, 4, "time"), (PLAIN, 1, "sent")):
+        found = [made(tp, sent, card) for tp, sent in ((1, 0), (2, 10**8), (4, 2 * 10**8))]
+        best = ordered(found, None)
+        assert best[0].sizes.tp == first
+        show_search("model", best, None)
+        assert f"{costs} for a sample" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -59,14 +59,14 @@ class Card:
     links: Mapping[str, Link] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, text: str) -> Self:
+    def of(cls, text: str) -> Card:
         """Return the card of a name, or of a file that ``shardcore calibrate`` has written.
 
         Raises:
             ConfigError: there is no such card, or the file is none.
         """
-        if text in CARDS:
-            return cls(**CARDS[text])
+        if (known := CARDS.get(text)) is not None:
+            return known
         try:
             said = json.loads(Path(text).read_text(encoding="utf-8"))
             links = {axis: Link(**link) for axis, link in said.pop("links", {}).items()}
@@ -104,12 +104,12 @@ class Card:
 
 
 #: Cards that were measured: `docs/gpu.md` has the runs.
-CARDS: Mapping[str, dict[str, Any]] = {
-    "h200": {
-        "name": "NVIDIA H200",
-        "device": "cuda",
-        "products": {"bf16": 790e12, "fp16": 790e12},
-        "memory": 4.3e12,
-        "call": 8e-6,
-    },
+CARDS: Mapping[str, Card] = {
+    "h200": Card(
+        name="NVIDIA H200",
+        device="cuda",
+        products={"bf16": 790e12, "fp16": 790e12},
+        memory=4.3e12,
+        call=8e-6,
+    ),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -85,9 +85,23 @@ def search(
 
 
 def ordered(found: list[Found], memory: int | None) -> list[Found]:
-    """Return the meshes that fit, by the bytes that a rank sends for a sample of the whole job; ties by the peak."""
+    """Return the meshes that fit, by what a sample of the whole job costs; ties by the peak."""
     fitting = [f for f in found if f.estimate is not None and f.estimate.fits(memory) is not False]
-    return sorted(fitting, key=lambda f: (cost(f), f.estimate.peak if f.estimate else 0))
+    by = seconds if timed(found) else cost
+    return sorted(fitting, key=lambda f: (by(f), f.estimate.peak if f.estimate else 0))
+
+
+def timed(found: Iterable[Found]) -> bool:
+    """Tell whether the time of all that is sent is known on every mesh."""
+    times = [f.estimate.time for f in found if f.estimate is not None]
+    return bool(times) and all(time is not None and not time.unknown for time in times)
+
+
+def seconds(found: Found) -> float:
+    """Return the most time that a sample of all replicas takes."""
+    if found.estimate is None or found.estimate.time is None:
+        raise ConfigError("a mesh without an estimate, or without a card, has no time")
+    return found.estimate.time.most / found.estimate.samples
 
 
 def cost(found: Found) -> float:

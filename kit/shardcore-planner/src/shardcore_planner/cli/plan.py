@@ -29,7 +29,7 @@ from shardcore_planner.cli.pipelines import pipeline_to_json, show_pipeline, tra
 from shardcore_planner.cli.summary import tell_quantized
 from shardcore_planner.preparing import planned
 from shardcore_planner.results import Time
-from shardcore_planner.search import Found, cost, ordered
+from shardcore_planner.search import Found, cost, ordered, seconds, timed
 from shardcore_planner.search import search as meshes_of
 from shardcore_transformers.models import meta_model
 
@@ -194,7 +194,7 @@ def search(
     memory: int | None,
     policy: type[Policy] | None = None,
 ) -> list[Found]:
-    """Return every mesh of ``ranks`` ranks: those that fit first, by the bytes that a rank sends for a sample.
+    """Return every mesh of ``ranks`` ranks: those that fit first, by the time or the bytes sent for a sample.
 
     Raises:
         NotSupportedError: a pipeline is asked for.
@@ -238,17 +238,18 @@ def show_search(model: str, found: Sequence[Found], memory: int | None) -> None:
     first = next((f.estimate for f in found if f.estimate is not None), None)
     if first is not None:
         say(headline(model, first, mesh=False))
-    rows = [_mesh_row(f, f.estimate, memory) for f in found if f.estimate]
-    title = "meshes, cheapest traffic first"
+    by_time = timed(found)
+    rows = [_mesh_row(f, f.estimate, memory, by_time=by_time) for f in found if f.estimate]
+    title, costs = ("meshes, fastest first", "time") if by_time else ("meshes, cheapest traffic first", "sent")
     if not sys.stdout.isatty():
-        show_table(title, ("mesh", "fits", "peak", "sent for a sample", *KINDS), rows)
+        show_table(title, ("mesh", "fits", "peak", f"{costs} for a sample", *KINDS), rows)
     else:
         axes = [(str(f.sizes.tp), str(f.sizes.dp_shard), str(f.sizes.dp_replicate)) for f in found if f.estimate]
         narrow = [(*sizes, *row[1:]) for sizes, row in zip(axes, rows, strict=True)]
-        columns = ("tp", "dp_shard", "dp_replicate", "fits", "peak", "sent", *KINDS)
+        columns = ("tp", "dp_shard", "dp_replicate", "fits", "peak", costs, *KINDS)
         if not show_table(title, columns, narrow, spare=len(KINDS)):
             say("Memory by kind: --svg, --html, --json, or a wider terminal.")
-        say("sent: by each rank, for one sample.")
+        say("time: of one sample, at most." if by_time else "sent: by each rank, for one sample.")
     for f in found:
         if f.estimate is None:
             say(f"{mesh_in_words(f.sizes)}: {f.problem}")
@@ -256,12 +257,12 @@ def show_search(model: str, found: Sequence[Found], memory: int | None) -> None:
         say(f"\nno mesh fits: try {advice(found, 'more --ranks')}", "no", err=True)
 
 
-def _mesh_row(found: Found, estimate: Estimate, memory: int | None) -> tuple[str, ...]:
+def _mesh_row(found: Found, estimate: Estimate, memory: int | None, *, by_time: bool) -> tuple[str, ...]:
     return (
         mesh_in_words(found.sizes),
         "yes" if fits(found, memory) else "no",
         f"{in_words(estimate.peak)} ({estimate.peak_phase})",
-        in_words(cost(found)),
+        _seconds(seconds(found)) if by_time else in_words(cost(found)),
         *(in_words(estimate.at_peak[kind]) for kind in KINDS),
     )
 
