@@ -9,7 +9,6 @@ from collections import Counter
 import pytest
 import torch
 from click.testing import CliRunner
-from test_devices import _llama, _Ones
 
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError
@@ -19,7 +18,6 @@ from shardcore_planner.calls import call_of
 from shardcore_planner.cli.plan import alone, show_search
 from shardcore_planner.search import ordered
 from shardcore_planner.watch import Watch
-from shardcore_planner.workload import Call
 
 #: Numbers that are easily told apart: 1 TFLOP/s, 1 GB/s, 1 ms for each operation that is called.
 PLAIN = Card(name="plain", device="cpu", products={"fp32": 1e12}, memory=1e9, call=1e-3)
@@ -79,32 +77,6 @@ def test_blocks_that_are_left_out_are_counted_and_ranks_of_a_pipeline_wait():
     calls = sum(whole.calls[phase] for phase in ("forward", "backward"))
     for rank in staged.pipeline.ranks:
         assert sum(rank.calls[phase] for phase in ("forward", "backward")) == pytest.approx(2 * calls, rel=0.35)
-
-
-@pytest.mark.parametrize(
-    ("fields", "tokens", "measured"),
-    [
-        ({}, 4096, 19.3),
-        ({"enable_fused_normalization": True}, 512, 17.7),
-        ({"enable_sequence_parallelism": True}, 16, 25.7),
-    ],
-    ids=str,
-)
-def test_four_blocks_of_a_rank_of_eight_on_a_card(fields, tokens, measured):
-    def call(_model, _workload):
-        shape = 1, tokens, 4096
-        return Call(
-            inputs=lambda: {"inputs_embeds": torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)},
-            loss=lambda out: _Ones.apply(out.last_hidden_state),
-            seq=tokens,
-        )
-
-    model, card = _llama("LlamaModel", vocab_size=128, num_hidden_layers=4), Card.of("h200")
-    config = ShardConfig(tensor_parallel_size=8, **fields)
-    found = estimate(model, config, Workload(dtype="bf16", optimizer="sgd", card=card), call)
-    phases = ("forward", "backward")
-    times = [card.computing(found.device[phase], found.calls[phase] * card.call) for phase in phases]
-    assert 1e3 * sum(times) == pytest.approx(measured, rel=0.15)
 
 
 def test_cards_are_names_or_files(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from shardcore.config import ShardConfig
-from shardcore_planner import Call, Workload, estimate
+from shardcore_planner import Call, Card, Workload, estimate
 from shardcore_planner.calls import call_of
 from shardcore_planner.simulation import holding_nothing
 from shardcore_planner.watch import Watch
@@ -76,6 +76,32 @@ def test_four_blocks_of_a_rank_of_eight(fields, measured, bound):
     before = found.held["gradients"] + 4096 * 4096 * 2
     above = found.at_peak["activations"] + found.at_peak["gradients"] - before
     assert above == pytest.approx(measured * MIB, rel=bound)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens", "measured"),
+    [
+        ({}, 4096, 19.3),
+        ({"enable_fused_normalization": True}, 512, 17.7),
+        ({"enable_sequence_parallelism": True}, 16, 25.7),
+    ],
+    ids=str,
+)
+def test_four_blocks_of_a_rank_of_eight_on_a_card(fields, tokens, measured):
+    def call(_model, _workload):
+        shape = 1, tokens, 4096
+        return Call(
+            inputs=lambda: {"inputs_embeds": torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)},
+            loss=lambda out: _Ones.apply(out.last_hidden_state),
+            seq=tokens,
+        )
+
+    model, card = _llama("LlamaModel", vocab_size=128, num_hidden_layers=4), Card.of("h200")
+    config = ShardConfig(tensor_parallel_size=8, **fields)
+    found = estimate(model, config, Workload(dtype="bf16", optimizer="sgd", card=card), call)
+    phases = ("forward", "backward")
+    times = [card.computing(found.device[phase], found.calls[phase] * card.call) for phase in phases]
+    assert 1e3 * sum(times) == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.nightly

@@ -152,7 +152,7 @@ def unpacking(model: nn.Module) -> list[ModelPhase]:
 
 def _asked(what: str, model: nn.Module) -> Iterator[Any]:
     held = itertools.chain(model.modules(), model.parameters())
-    for library in dict.fromkeys(libraries.library_of(each) for each in held):
+    for library in dict.fromkeys(type(each).__module__.partition(".")[0] for each in held):
         ask = getattr(client_of(library), what, None)
         if ask is not None and (found := ask(model)) is not None:
             yield found

@@ -12,7 +12,6 @@ from transformers.quantizers import AutoHfQuantizer
 
 from shardcore.clients import client_of
 from shardcore.errors import ConfigError, NotSupportedError
-from shardcore.nn.libraries import library_of
 from shardcore.plugins.unserved import installing
 
 _ONLY = "BitsAndBytesConfig(load_in_4bit=True) of transformers is known here"
@@ -64,7 +63,7 @@ def unpacking(model: nn.Module) -> None:
         NotSupportedError: it is not.
     """
     for path, held in itertools.chain(model.named_modules(), model.named_parameters()):
-        library = library_of(held)
+        library = type(held).__module__.partition(".")[0]
         if library in _LIBRARIES and client_of(library) is None:
             raise NotSupportedError(f"{path} was quantized by {library}; to shard it takes {_missing(library)}")
 
