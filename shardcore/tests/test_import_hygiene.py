@@ -99,12 +99,13 @@ KNOWING = {"shardcore_transformers", "shardcore_quantized", "shardcore_peft", "s
 #: What each room may import of shardcore: arrows go down only.
 ROOMS = {
     "comm": {"errors", "_private", "_torch"},
-    "mesh": {"comm", "errors", "_torch"},
-    "config": {"mesh", "errors"},
-    "nn": {"comm", "mesh", "errors", "_private", "_torch"},
+    "transfer": {"comm", "_private", "_torch"},
+    "mesh": {"transfer", "comm", "errors", "_torch"},
+    "config": {"mesh", "transfer", "errors"},
+    "nn": {"comm", "transfer", "mesh", "errors", "_private", "_torch"},
     "plan": {"nn", "comm", "config", "mesh", "errors"},
     "styles": {"policy", "plan", "nn", "config", "errors"},
-    "compile": {"styles", "policy", "plan", "nn", "config", "mesh", "errors", "_env"},
+    "compile": {"styles", "policy", "plan", "nn", "config", "mesh", "transfer", "errors", "_env"},
     "plugins": {"hooks", "policy", "errors", "_env"},
     "agree": {"plan", "comm", "mesh", "errors"},
     "apply": {

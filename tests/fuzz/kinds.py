@@ -48,6 +48,9 @@ def draw(number: int) -> Draw:
     else:
         found = _DRAWN[kind](Dice(number))
         one = Draw(number=number, kind=kind, **found)
+    whole = one.fields.get("pipeline_schedule") not in _SPLIT
+    if whole and one.fields.get("enable_sequence_parallelism") and Dice(f"overlap {number}").often(0.4):
+        one = replace(one, fields={**one.fields, "enable_sequence_overlap": True})
     dice = Dice(f"odd {number}")
     if not (odd := _odd(dice, one)):
         return one

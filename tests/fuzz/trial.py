@@ -16,6 +16,7 @@ import models
 from compared import BOUND, Outcome, Record
 from draws import Draw
 from shardcore.errors import ShardcoreError
+from shardcore.transfer import products
 from shardcore_testing.islands import no_float32_islands
 from surroundings import foreign, keys_left
 
@@ -42,6 +43,7 @@ _KINDS = {
 
 def try_draw(draw: Draw) -> Outcome:
     """Carry out a draw on this rank; called on each rank of a process group with as many as the draw wants."""
+    products._ROWS = 4  # so that few tokens travel in several pieces
     outcome = Outcome(bound=BOUND if draw.dtype == "float64" else _BOUND_FLOAT32)
     of_whole, of_sharded = map(_class, _KINDS[draw.kind])
     model = _unsharded(lambda: _built(draw))

@@ -77,7 +77,6 @@ def test_contradictions(fields, message):
     ("field", "nothing", "something"),
     [
         ("tensor_parallel_mode", "1d", "2d"),
-        ("enable_sequence_overlap", True, "forward"),
         ("make_vocab_size_divisible_by", None, 64),
         ("sequence_parallelism_mode", None, "ring"),
     ],

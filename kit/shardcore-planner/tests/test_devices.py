@@ -24,6 +24,8 @@ LLAMA_3_8B = {
     "attn_implementation": "sdpa",
     "use_cache": False,
 }
+#: What was measured had the norms of transformers, which are fused by default now.
+WRITTEN_OUT = {"enable_fused_normalization": False}
 
 
 class _Ones(torch.autograd.Function):
@@ -53,9 +55,9 @@ def _llama(head, **sizes):
 @pytest.mark.parametrize(
     ("fields", "measured", "bound"),
     [
-        ({}, 1529, 0.005),
+        (WRITTEN_OUT, 1529, 0.005),
         ({"enable_fused_normalization": True}, 680, 0.01),
-        ({"enable_sequence_parallelism": True}, 538, 0.05),
+        (WRITTEN_OUT | {"enable_sequence_parallelism": True}, 538, 0.05),
     ],
     ids=str,
 )
@@ -81,9 +83,9 @@ def test_four_blocks_of_a_rank_of_eight(fields, measured, bound):
 @pytest.mark.parametrize(
     ("fields", "tokens", "measured"),
     [
-        ({}, 4096, 19.3),
+        (WRITTEN_OUT, 4096, 19.3),
         ({"enable_fused_normalization": True}, 512, 17.7),
-        ({"enable_sequence_parallelism": True}, 16, 25.7),
+        (WRITTEN_OUT | {"enable_sequence_parallelism": True}, 16, 25.7),
     ],
     ids=str,
 )
@@ -116,7 +118,7 @@ def test_four_blocks_of_a_rank_of_eight_on_a_card(fields, tokens, measured):
 )
 def test_a_rank_of_eight_with_adamw(fields, measured):
     model = _llama("LlamaForCausalLM", vocab_size=128256, num_hidden_layers=32)
-    config = ShardConfig(tensor_parallel_size=8, **fields)
+    config = ShardConfig(tensor_parallel_size=8, **WRITTEN_OUT, **fields)
     found = estimate(model, config, Workload(seq=8192, dtype="bf16"), call_of)
     assert found.peak == pytest.approx(measured * GIB, rel=0.005)
 

@@ -11,6 +11,7 @@ from bert_cases import CROSS, build, compare, loss_of, shard
 from torch import Tensor
 
 import shardcore
+from shardcore.transfer import products
 from shardcore_testing.parity import assert_close, assert_same_gradients
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -34,6 +35,20 @@ def _training(name: str, fields: dict[str, Any]) -> None:
     if "partial_gradients" in fields:
         shardcore.reduce_partial_gradients(sharded)
     assert_same_gradients(reference, sharded)
+
+
+def _in_pieces() -> None:
+    fields = {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
+    reference = build("BertForMaskedLM")
+    sharded = shard(copy.deepcopy(reference), tp=2, **fields)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "_ROWS", 4)
+        compare(reference, sharded)
+    assert_same_gradients(reference, sharded)
+
+
+def test_an_mlp_s_own_region_in_pieces(pool):
+    pool.run(_in_pieces, world=2)
 
 
 def _ids(rows: int, length: int) -> dict[str, Tensor]:

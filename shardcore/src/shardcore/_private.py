@@ -33,6 +33,7 @@ SCALING = "gradient scalers over ranks"
 NUMBERS = "a warning of numbers of one rank's part"
 SLICES = "refusing writes into copies"
 DRAWS = "refusing random numbers that differ between ranks"
+KERNELS = "enable_sequence_overlap='symm_mem'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +157,9 @@ _NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.distributed.tensor.placement_types._StridedShard", "telling how often a dim is cut"),
     *(
         PrivateName(f"{_COLLECTIVES}.{name}", _TRACED)
-        for name in ("all_gather_tensor", "all_reduce", "reduce_scatter_tensor", "wait_tensor")
+        for name in ("all_gather_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
     ),
+    PrivateName("torch.distributed._symmetric_memory", "torch.ops.symm_mem", KERNELS),
     PrivateName("torch._C._current_graph_task_id", "telling whether a backward is running, and which"),
     PrivateName("torch._C._are_functorch_transforms_active", "refusing transforms of torch.func"),
     PrivateName("torch.autograd.Function._backward_cls._forward_cls", "telling what made a tensor in a region"),

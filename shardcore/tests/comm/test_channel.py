@@ -13,11 +13,11 @@ from torch import nn
 
 from shardcore.comm.collectives import Channel
 from shardcore.comm.dtensor_params import all_reduce_bucket
-from shardcore.comm.fp8 import Fp8Channel, pack
 from shardcore.mesh.axes import Sizes, build_mesh
 from shardcore.mesh.context import ShardContext, context_of
 from shardcore.nn import ColumnLinear
 from shardcore.nn.sequence.shard import SequenceShard
+from shardcore.transfer.fp8 import Fp8Channel, pack
 from shardcore_testing.observing import Collectives
 from shardcore_testing.parity import assert_close, equal_on_ranks
 

@@ -44,6 +44,23 @@ def test_norms_that_are_written_out_are_fused():
     assert not [s for s in plan_of(rms_net(), RmsPolicy).steps if isinstance(s, FuseNorm)]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_norms_of_16_bits_are_fused_by_default(dtype):
+    def fused(**fields):
+        steps = plan_of(rms_net().to(dtype), RmsPolicy, **fields).steps
+        return len([s for s in steps if isinstance(s, FuseNorm)])
+
+    assert fused() == (3 if dtype.itemsize == 2 else 0)
+    assert fused(enable_fused_normalization=False) == fused(tp=1) == 0
+    norm = rms_net().to(dtype).blocks[0].norm
+    x = torch.randn(64, norm.weight.numel(), generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = copy.deepcopy(norm).double()(x.double())
+    written_out = (norm(x) - exact).abs().max()
+    add_mixin(norm, FusedRMSNorm)
+    norm._shard_eps = RmsPolicy.rms
+    assert (norm(x) - exact).abs().max() <= written_out + torch.finfo(dtype).eps * exact.abs().max() / 2
+
+
 def test_torchs_own_norms_are_fused_already():
     plan = plan_of(enable_fused_normalization=True)
     assert [choice.outcome for choice in plan.choices] == ["nothing to do: torch's own norms are fused"]

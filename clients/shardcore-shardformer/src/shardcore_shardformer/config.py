@@ -48,8 +48,6 @@ _SECOND_NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 # Field that is not there -> (its values that ask for nothing, what to do instead).
 _NOT_THERE: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel_mode": (("1d",), "use '1d'"),
-    # A backward always computes weight gradients while tokens travel; a forward never does.
-    "enable_sequence_overlap": ((False, True), "use False or True: backwards overlap in any case"),
     "make_vocab_size_divisible_by": ((None,), "leave it None: a vocabulary of any size is split unevenly"),
     "sequence_parallelism_mode": (
         (None, "split_gather", *CONTEXT_MODES),

@@ -203,6 +203,7 @@ class ModelSharder:
             # A backward that is split computes gradients of parameters in an order that ranks do not share.
             partial_gradients="deferred" if splits else config.partial_gradients,
             keeps_gathered=config.sequence_keep_gathered,
+            overlap=config.enable_sequence_overlap,
             fuses_regions=not splits,
             fp8=config.fp8_communication,
             experts=config.expert_mesh(),

@@ -8,7 +8,7 @@ Tensors on the meta device have nothing to send: of these every collective retur
 no other rank takes part. So a sharded model can be called there, to find out what it returns.
 
 Payloads of another form are a subclass that overrides some of the four, `exact` and `of_gradients`, as
-`shardcore.comm.fp8` does.
+`shardcore.transfer.fp8` does.
 
 The pairs of a forward and a backward are those of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053,
 section 3): *f* enters a region in which activations are split over the tensor-parallel ranks, *g* leaves it. Shapes: H
@@ -37,7 +37,7 @@ _SUM.asyncOp = False
 
 
 class Pending:
-    """A collective that is under way; eager mode only.
+    """A collective that is under way.
 
     Args:
         work: what the backend returned; None where it has put the collective on the current stream.
@@ -80,7 +80,7 @@ class Channel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks: in place in eager mode, into a new tensor when compiling."""
         if torch.compiler.is_compiling():
-            out: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "sum", self.group))
+            out: Tensor = funcol.all_reduce(x, "sum", self.group)
             return out
         if x.is_meta:
             return x
@@ -99,14 +99,14 @@ class Channel:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return what each rank has, alike in shape: (...) to (size, ...)."""
-        if torch.compiler.is_compiling():
-            out: Tensor = funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous().unsqueeze(0), 0, self.group))
-            return out
         return self.start_all_gather(x).wait()
 
     def start_all_gather(self, x: Tensor) -> Pending:
-        """Start `all_gather`; eager mode only."""
+        """Start `all_gather`."""
         x = x.contiguous()
+        if torch.compiler.is_compiling():
+            out: Tensor = funcol.all_gather_tensor(x.unsqueeze(0), 0, self.group)
+            return Pending(None, lambda: out, x)
         flat = x.new_empty(self.size * x.size(0), *x.shape[1:])
         if x.is_meta:
             return Pending(None, lambda: flat.view(self.size, *x.shape), x)
@@ -115,14 +115,14 @@ class Channel:
 
     def reduce_scatter(self, stacked: Tensor) -> Tensor:
         """Sum over the ranks what each has for every rank, and return this rank's: (size, ...) to (...)."""
-        if torch.compiler.is_compiling():
-            out: Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(stacked.contiguous(), "sum", 0, self.group))
-            return out.squeeze(0)
         return self.start_reduce_scatter(stacked).wait()
 
     def start_reduce_scatter(self, stacked: Tensor) -> Pending:
-        """Start `reduce_scatter`; eager mode only."""
+        """Start `reduce_scatter`."""
         stacked = stacked.contiguous()
+        if torch.compiler.is_compiling():
+            part: Tensor = funcol.reduce_scatter_tensor(stacked, "sum", 0, self.group)
+            return Pending(None, lambda: part.squeeze(0), stacked)
         if stacked.is_meta:
             return Pending(None, lambda: stacked.sum(0), stacked)
         if stacked.device.type == "cpu":
@@ -170,7 +170,7 @@ class Channel:
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """Return the largest of all ranks' values, element by element; in place in eager mode."""
         if torch.compiler.is_compiling():
-            out: Tensor = funcol.wait_tensor(funcol.all_reduce(x, "max", self.group))
+            out: Tensor = funcol.all_reduce(x, "max", self.group)
             return out
         if not x.is_meta:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)

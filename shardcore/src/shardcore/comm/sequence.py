@@ -40,7 +40,7 @@ def join_parts(stacked: Tensor, length: int) -> Tensor:
     return torch.cat([p.narrow(1, 0, max(0, min(step, length - r * step))) for r, p in enumerate(parts)], 1)
 
 
-def _stack_parts(x: Tensor, ranks: int) -> Tensor:
+def stack_parts(x: Tensor, ranks: int) -> Tensor:
     """Return what each rank is to hold, padded with zeros: (B, S, ...) to (tp, B, L, ...), contiguous."""
     batch, length = x.shape[:2]
     step = local_tokens(length, ranks)
@@ -51,12 +51,12 @@ def _stack_parts(x: Tensor, ranks: int) -> Tensor:
 
 def start_reduce_scatter(x: Tensor, channel: Channel) -> Pending:
     """Start the sum of ``x`` (B, S, ...) over the ranks, of which each gets its tokens (B, L, ...); eager mode only."""
-    return channel.start_reduce_scatter(_stack_parts(x, channel.size))
+    return channel.start_reduce_scatter(stack_parts(x, channel.size))
 
 
 def reduce_scatter_tokens(x: Tensor, channel: Channel) -> Tensor:
     """Sum ``x`` over the ranks and return this rank's tokens: (B, S, ...) to (B, L, ...)."""
-    return channel.reduce_scatter(_stack_parts(x, channel.size))
+    return channel.reduce_scatter(stack_parts(x, channel.size))
 
 
 def own_tokens(x: Tensor, channel: Channel) -> Tensor:

@@ -17,6 +17,7 @@ from shardcore.plan.digest import Choice
 from shardcore.plan.stages import Stages
 from shardcore.plan.steps.local import Compile, FreezeForInference
 from shardcore.policy import Policy
+from shardcore.transfer.products import without_kernels
 
 
 def optimize(builder: PlanBuilder, policy: Policy, stages: Stages | None, device_type: str) -> tuple[Choice, ...]:
@@ -28,10 +29,13 @@ def optimize(builder: PlanBuilder, policy: Policy, stages: Stages | None, device
     if switch := config.enable_flash_attention:
         asked = switch != "auto" and switch
         outcomes["enable_flash_attention"] = _flash_attention(builder, policy, device_type, asked=asked)
-    if config.enable_fused_normalization:
+    if config.enable_fused_normalization is not False:
         count = Counter(step.fuses for step in builder.carried_out if step.fuses)
         said = ", ".join(f"{what} for {modules} modules" for what, modules in sorted(count.items()))
-        outcomes["enable_fused_normalization"] = said or "nothing to do: torch's own norms are fused"
+        nothing = "nothing to do: torch's own norms are fused" if config.enable_fused_normalization else None
+        outcomes["enable_fused_normalization"] = said or nothing
+    if config.enable_sequence_overlap:
+        outcomes["enable_sequence_overlap"] = _overlap(builder, device_type)
     if config.enable_jit_fused:
         outcomes["enable_jit_fused"] = _compile(builder, policy, stages, device_type)
     if config.gradient_checkpoint_config is not None:
@@ -58,6 +62,16 @@ def _flash_attention(builder: PlanBuilder, policy: Policy, device_type: str, *, 
         return None
     builder.add_late(step)
     return step.describe()
+
+
+def _overlap(builder: PlanBuilder, device_type: str) -> str | None:
+    if builder.config.enable_sequence_overlap is True:
+        return "tokens travel in pieces beside products"
+    if (reason := without_kernels(device_type)) is None:
+        return "torch's kernels of symmetric memory"
+    rule = "ShardConfig.enable_sequence_overlap='symm_mem'"
+    builder.report(rule=rule, what=reason, todo="say enable_sequence_overlap=True, which needs no kernels")
+    return None
 
 
 def _compile(builder: PlanBuilder, policy: Policy, stages: Stages | None, device_type: str) -> str | None:

@@ -18,6 +18,7 @@ from shardcore.config.sizes import SIZES, check_experts, check_place, fill_in, s
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh.axes import Sizes, build_mesh, group_of, mesh_of_group
 from shardcore.mesh.context import ContextMode, PartialGradients
+from shardcore.transfer.products import Overlap
 
 #: Short names of `shardcore.shard`, and the fields they stand for.
 SHORT_NAMES = {
@@ -33,6 +34,7 @@ _CHOICES = {
     "partial_gradients": get_args(PartialGradients),
     "context_parallel_mode": get_args(ContextMode),
     "pipeline_schedule": (None, *SCHEDULE_NAMES),
+    "enable_sequence_overlap": get_args(Overlap),
 }
 
 # Fields that are None, or of a class, and how that is said.
@@ -91,7 +93,7 @@ class ShardConfig:
             ``"flash_attention_3"`` and ``"flash_attention_2"`` are that version or an error; ``"xformers"`` is torch's
             memory-efficient kernel (the same as xformers').
         enable_fused_normalization: torch's fused norms. True raises where no fused form of a norm is known; ``"auto"``
-            keeps the native norm there.
+            keeps the native norm there. None is ``"auto"`` for weights of 16 bits, within whose rounding the two agree.
         enable_jit_fused: blocks are compiled by `torch.compile` while training, which fuses bias and GELU into one
             kernel, and bias, dropout and residual into another. Needs what torch's compiler needs (on the CPU a C++
             compiler). True raises where that is missing, or the policy does not name its blocks; ``"auto"`` is False.
@@ -99,6 +101,8 @@ class ShardConfig:
             ranks; calls with fewer tokens than ranks are not split.
         sequence_keep_gathered: keep the gathered input of each region for the backward. False: gather it again there,
             which costs two more all-gathers for each layer and stores split activations only.
+        enable_sequence_overlap: with sequence parallelism, in training: tokens travel in pieces, and linears multiply
+            one while the next is under way. ``"symm_mem"``: torch does it, on cards that read each other's memory.
         enable_all_optimization: every switch above that is None becomes ``"auto"``: optimizations that are possible are
             used, others are left out without an error. Never turns sequence parallelism on.
         gradient_checkpoint_config: which blocks are recomputed in the backward.
@@ -142,6 +146,7 @@ class ShardConfig:
     enable_jit_fused: Switch = None
     enable_sequence_parallelism: bool = False
     sequence_keep_gathered: bool = True
+    enable_sequence_overlap: Overlap = False
     enable_all_optimization: bool = False
     gradient_checkpoint_config: GradientCheckpointConfig | None = None
     pipeline_schedule: str | None = None
@@ -263,8 +268,9 @@ class ShardConfig:
         """
         values: dict[str, Any] = {**fill_in(self._given_sizes, world_size, experts=self.expert_parallel_size or 1)}
         for name in SWITCHES:
-            if getattr(self, name) is None:
-                values[name] = "auto" if self.enable_all_optimization else False
+            if getattr(self, name) is None:  # which the word for norms understands
+                default = None if name == "enable_fused_normalization" else False
+                values[name] = "auto" if self.enable_all_optimization else default
         return dataclasses.replace(self, **values)
 
 
@@ -279,7 +285,7 @@ def _check_kinds(config: ShardConfig) -> None:
         name, value = entry.name, getattr(config, entry.name)
         if name.endswith("_size") or name in ("num_microbatches", "num_model_chunks"):
             require(name, value is None or (type(value) is int and value >= 1), "a positive integer or None")
-        if type(entry.default) is bool:
+        if type(entry.default) is bool and name not in _CHOICES:
             require(name, isinstance(value, bool), "True or False")
         if name in SWITCHES:
             named = ATTENTIONS if name == "enable_flash_attention" else ()
@@ -312,6 +318,11 @@ def _check_contradictions(config: ShardConfig) -> None:
         raise ConfigError(
             f"ShardConfig.loss_chunk_size={config.loss_chunk_size} without parallel_output=True: gathered logits are "
             "not computed in chunks; give both or neither"
+        )
+    if config.enable_sequence_overlap and not config.enable_sequence_parallelism:
+        raise ConfigError(
+            "ShardConfig.enable_sequence_overlap without enable_sequence_parallelism=True says nothing: no tokens "
+            "travel; give both or neither"
         )
     _check_pipeline(config)
     _check_context(config)
@@ -374,5 +385,6 @@ def _check_pipeline(config: ShardConfig) -> None:
         enable_jit_fused=config.enable_jit_fused is True,
         loss_chunk_size=config.loss_chunk_size is not None,
         sequence_keep_gathered=not config.sequence_keep_gathered and config.pipeline_schedule in SPLIT_SCHEDULES,
+        enable_sequence_overlap=bool(config.enable_sequence_overlap) and config.pipeline_schedule in SPLIT_SCHEDULES,
         tensor_parallel_process_group=config.tensor_parallel_process_group is not None,
     )

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup, get_backend
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.comm.collectives import Channel
-from shardcore.comm.fp8 import Fp8Channel
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh.axes import (
     DATA_AXES,
@@ -29,6 +28,8 @@ from shardcore.mesh.axes import (
     replica_on,
 )
 from shardcore.mesh.random_stream import RandomStream, mix
+from shardcore.transfer.fp8 import Fp8Channel
+from shardcore.transfer.products import Overlap
 
 #: When the partial gradient of a replicated parameter is summed over the tensor-parallel ranks.
 PartialGradients = Literal["in_backward", "deferred"]
@@ -51,6 +52,7 @@ class ShardContext:
         partial_gradients: ``"in_backward"`` sums partial gradients of replicated parameters as they arise,
             ``"deferred"`` leaves them partial until `shardcore.reduce_partial_gradients`.
         keeps_gathered: under sequence parallelism, what regions gathered is kept for the backward, not gathered again.
+        overlap: under sequence parallelism, whether regions multiply some tokens while others travel.
         fuses_regions: whether the entry of a region computes the parameter gradients of its members beside its own
             collective. False where each node has to compute its own gradient (schedules that split a backward).
         experts: the mesh of the ranks by the experts that they hold: its axes ``dp_shard`` and ``ep`` together are the
@@ -66,6 +68,7 @@ class ShardContext:
     random: RandomStream
     partial_gradients: PartialGradients = "in_backward"
     keeps_gathered: bool = True
+    overlap: Overlap = False
     fuses_regions: bool = True
     experts: DeviceMesh | None = None
     neighbours: dict[int, Channel] = field(default_factory=dict)
@@ -77,19 +80,15 @@ class ShardContext:
         mesh: DeviceMesh,
         *,
         seed: int = 0,
-        partial_gradients: PartialGradients = "in_backward",
-        keeps_gathered: bool = True,
-        fuses_regions: bool = True,
         forks: bool = True,
         fp8: bool = False,
-        experts: DeviceMesh | None = None,
         parameters: DeviceMesh | None = None,
-        origin: str = "",
+        **attributes: Any,
     ) -> ShardContext:
         """Make the context of this rank on ``mesh``; ``seed`` must be the same on all ranks.
 
         With ``forks=False``, for modules alone, dropouts on split activations draw from the user's generators.
-        With ``fp8`` activations travel along ``tp`` in 8 bits; ``experts`` and ``parameters`` as the attributes.
+        With ``fp8`` activations travel along ``tp`` in 8 bits; ``parameters`` and further ones as the ``attributes``.
         """
         parameters = mesh if parameters is None else parameters
         tp = parameters["tp"] if parameters.mesh_dim_names and "tp" in parameters.mesh_dim_names else parameters
@@ -101,11 +100,7 @@ class ShardContext:
             tp=tp,
             channel=channel,
             random=RandomStream(seed, channel.rank, device, forks=forks),
-            partial_gradients=partial_gradients,
-            keeps_gathered=keeps_gathered,
-            fuses_regions=fuses_regions,
-            experts=experts,
-            origin=origin,
+            **attributes,
         )
         context.reseed(seed)
         return context

@@ -6,6 +6,7 @@ import inspect
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardcore.nn import (
@@ -85,7 +86,8 @@ def norm(*names: str, rms: str | None = None, optional: bool = False) -> Rule:
     Args:
         *names: the norms.
         rms: the attribute with epsilon, if the norms are root-mean-square norms written out in Python (``weight * x /
-            sqrt(mean(x**2) + eps)``): ``enable_fused_normalization`` then runs torch's fused one.
+            sqrt(mean(x**2) + eps)``): ``enable_fused_normalization`` then runs torch's fused one, by default where the
+            weight has 16 bits.
         optional: they may be absent.
     """
 
@@ -95,8 +97,12 @@ def norm(*names: str, rms: str | None = None, optional: bool = False) -> Rule:
             if module is None:
                 continue
             used = scope.swap(name, Replicated)
+            asked = scope.config.enable_fused_normalization
+            # By default where its rounding is that of the weights, and something is sharded.
+            if asked is None and scope.ranks > 1 and rms is not None:
+                asked = getattr(getattr(module, "weight", None), "dtype", None) in (torch.bfloat16, torch.float16)
             # A norm that a pack brings is fused in its own way.
-            if scope.config.enable_fused_normalization and (used is Replicated or scope.ranks == 1):
+            if asked and (used is Replicated or scope.ranks == 1):
                 _fuse(scope, name, module, rms)
 
     return Word(text=written("norm", *names, rms=rms), optional=optional, planned=plan)

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 from shardcore._torch import FakeTensor
 from shardcore.comm.collectives import refuse_double_backward
 from shardcore.comm.dtensor_params import expect_dtensor, local_tensor, read_local, spec_of, with_spec
-from shardcore.comm.gradients import PASSES
+from shardcore.comm.gradients import LEAVES_SPLIT, Flow
+from shardcore.mesh.context import ShardContext
+from shardcore.transfer.products import gather_products, scatter_product
 
 
 def as_out_in(weight: Tensor, transposed: bool) -> Tensor:
@@ -66,38 +68,56 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _LocalLinear(Function):
-    flow = PASSES
+    flow = Flow(of_tokens=LEAVES_SPLIT)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, scatters: ShardContext | None
+    ) -> Tensor:
         ctx.dtype, ctx.weight, ctx.bias, ctx.transposed = x.dtype, weight, bias, transposed
+        ctx.scatters, ctx.length = scatters, None if scatters is None else x.size(1)
         w, b = local_tensor(weight), None if bias is None else local_tensor(bias)
         w = w.t() if transposed else w
         if torch.is_autocast_enabled(x.device.type):
             x, w, b = autocast(x, w, b)
         ctx.save_for_backward(x, w)
+        if scatters is not None:
+            return scatter_product(x, w, scatters.channel, scatters.overlap)
         return F.linear(x, w) if b is None else product(x, w, b)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         refuse_double_backward()
         (grad,) = grads
         x, w = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        weight, bias = ctx.weight, ctx.bias
-        gx = cast(grad @ w, ctx.dtype) if needs_x else None
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        weight, bias, context = ctx.weight, ctx.bias, ctx.scatters
+        if context is None:
+            gx = cast(grad @ w, ctx.dtype) if needs_x else None
+        else:
+            factors = [(w.t(), None)] if needs_x else []
+            grad, made = gather_products(grad, factors, context.channel.of_gradients, ctx.length, context.overlap)
+            gx = cast(made[0], ctx.dtype) if made else None
         gw = None
         if needs_weight:
             gw = with_spec(weight_gradient(grad, x, weight.dtype, transposed=ctx.transposed), spec_of(weight))
         gb = with_spec(bias_gradient(grad, bias.dtype), spec_of(bias)) if needs_bias else None
-        return gx, gw, gb, None
+        return gx, gw, gb, None, None
 
 
-def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+def local_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transposed: bool = False,
+    scatters: ShardContext | None = None,
+) -> Tensor:
     """Multiply by this rank's part of ``weight``: (..., in) to (..., out), both sizes on this rank.
 
     Weight, (out, in) or ``transposed`` (in, out), and bias are DTensors; a plain tensor that somebody has put in the
-    place of one is refused.
+    place of one is refused. ``scatters``, in training: the sum over its ranks is scattered while more is multiplied,
+    (B, S, in) to this rank's tokens (B, L, out).
     """
     if not isinstance(weight, DTensor):
         expect_dtensor(weight)
@@ -105,7 +125,7 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, trans
         expect_dtensor(bias)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return multiply(x, weight, bias, transposed=transposed)
-    out: Tensor = _LocalLinear.apply(x, weight, bias, transposed)  # type: ignore[no-untyped-call]  # untyped in torch
+    out: Tensor = _LocalLinear.apply(x, weight, bias, transposed, scatters)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
@@ -114,5 +134,5 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transpose
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         local = read_local(weight, fresh=True) if bias is None else read_local(weight, bias, fresh=x.ndim > 1)
         return F.linear(x, as_out_in(local[0], transposed), *local[1:])
-    out: Tensor = _LocalLinear.apply(x, weight, bias, transposed)  # type: ignore[no-untyped-call]  # untyped in torch
+    out: Tensor = _LocalLinear.apply(x, weight, bias, transposed, None)  # type: ignore[no-untyped-call]  # untyped in torch
     return out

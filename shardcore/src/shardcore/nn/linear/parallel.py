@@ -316,7 +316,14 @@ class RowLinear(ParallelLinear):
         """Return (..., out), the same on all ranks; or this rank's tokens of it, where the sequence is split."""
         # Two nodes on purpose: non-reentrant checkpointing stops its recomputation before the second, which saves
         # nothing, and so repeats one collective less for each block.
-        return self.finish(self.local(input if self.parallel_input else self.part_of(input)))
+        x = input if self.parallel_input else self.part_of(input)
+        context, tokens = self._shard_context, self._shard_sequence
+        overlaps = context.overlap and context.fuses and torch.is_grad_enabled() and self.exchange is None
+        if tokens is None or tokens.length is None or not overlaps:
+            return self.finish(self.local(x))
+        tokens.expect(x, tokens.length, type(self).__name__)
+        self._leave()
+        return self._biased(local_linear(x, self.weight, transposed=self.transposed, scatters=context))
 
     def part_of(self, x: Tensor) -> Tensor:
         """Return this rank's features (..., in/tp) of an input as `forward` takes it."""
@@ -324,12 +331,18 @@ class RowLinear(ParallelLinear):
 
     def finish(self, out: Tensor) -> Tensor:
         """Leave the region with this rank's summand (..., out), which `local` and others have added up."""
-        context, tokens = self._shard_context, self._shard_sequence
+        self._leave()
+        channel, tokens = self._shard_context.channel, self._shard_sequence
+        return self._biased(leave_region(out, channel, tokens, type(self).__name__, fresh=True))
+
+    def _leave(self) -> None:
         if self.region is not None:
             self.region.leave()
         elif not torch.compiler.is_compiling():
-            context.random.join(_OWN_FORK)
-        out = leave_region(out, context.channel, tokens, type(self).__name__, fresh=True)
+            self._shard_context.random.join(_OWN_FORK)
+
+    def _biased(self, out: Tensor) -> Tensor:
+        context, tokens = self._shard_context, self._shard_sequence
         if self.bias is None:
             return out
         if tokens is None or tokens.length is None:

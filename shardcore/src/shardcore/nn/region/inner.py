@@ -32,6 +32,7 @@ from shardcore.nn.linear.members import Member
 from shardcore.nn.randomness import DropoutSites
 from shardcore.nn.region.region import _WHERE, Region
 from shardcore.nn.sequence.shard import enter_region
+from shardcore.transfer.products import gather_products
 
 
 class _EnteredLinear(Function):
@@ -56,17 +57,20 @@ class _EnteredLinear(Function):
     ) -> Tensor:
         ctx.context, ctx.length, ctx.dtype, ctx.weight, ctx.bias = context, length, x.dtype, weight, bias
         ctx.transposed = transposed
-        kept = x
-        if length is not None:
-            x = all_gather_tokens(x, context.channel, length)
-            kept = x if context.keeps_gathered else kept
+        kept, ready = x, None
         w, b = as_out_in(local_tensor(weight), transposed), None if bias is None else local_tensor(bias)
+        if length is not None:
+            if context.overlap:
+                x, (ready,) = gather_products(x, [(w, b)], context.channel, length, context.overlap)
+            else:
+                x = all_gather_tokens(x, context.channel, length)
+            kept = x if context.keeps_gathered else kept
         if torch.is_autocast_enabled(x.device.type):
             same = kept is x
             x, w, b = autocast(x, w, b)
             kept = x if same else kept
         ctx.save_for_backward(kept, w)
-        return product(x, w, b)
+        return product(x, w, b) if ready is None else ready
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

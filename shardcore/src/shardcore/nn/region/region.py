@@ -36,6 +36,7 @@ from shardcore.nn.randomness import DropoutSites
 from shardcore.nn.region.flow import has_entered
 from shardcore.nn.replicated import Replicated
 from shardcore.nn.sequence.shard import SequenceShard, enter_region
+from shardcore.transfer.products import gather_products
 
 #: On the tensor that enter returned: the open region, on which a member finds what it multiplies with by its id.
 OPEN = "_shardcore_region"
@@ -76,6 +77,8 @@ class _Open:
         self.known = members  # those outside of the fast path too
         self.members: dict[int, _Own] = {}
         self.parameters: list[Tensor] = []  # of all members
+        self.products: dict[int, Tensor] = {}  # by their places, what the entry multiplied while tokens travelled
+        self.version = 0  # of what was multiplied
         self._calls: list[_Call] = []
         self._task: int | None = None
         for member in members:
@@ -133,7 +136,16 @@ class _EnterRegion(Function):
         ctx.region, ctx.length, ctx.dtype = region, length, x.dtype
         if region.again:
             ctx.save_for_backward(x)
-        return x.view_as(x) if length is None else all_gather_tokens(x, region.context.channel, length)
+        context = region.context
+        if length is None:
+            return x.view_as(x)
+        if not context.overlap:
+            return all_gather_tokens(x, context.channel, length)
+        linears = [(own.weight, own.bias) for own in region.members.values()]
+        gathered, products = gather_products(x, linears, context.channel, length, context.overlap)
+        places = (own.place for own in region.members.values())
+        region.products, region.version = dict(zip(places, products, strict=True)), gathered._version
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -201,6 +213,9 @@ class MemberLinear(Function):
             ctx.save_for_backward(weight)
         else:
             ctx.save_for_backward(weight, x)
+        ready = region.products.pop(member.place, None) if x._version == region.version else None
+        if ready is not None:
+            return ready
         return F.linear(x, weight) if bias is None else product(x, weight, bias)
 
     @staticmethod

@@ -62,21 +62,11 @@ class Fp8Channel(Channel):
         return Pending(None, lambda: unpack(pending.wait().flatten(0, 1), self._form, x), x)
 
     @override
-    def all_gather(self, x: Tensor) -> Tensor:
-        if _stays(x):
-            return self._exact.all_gather(x)
-        return unpack(self._exact.all_gather(pack(x.reshape(1, -1), self._form)).flatten(0, 1), self._form, x)
-
-    @override
     def start_reduce_scatter(self, stacked: Tensor) -> Pending:
         if _stays(stacked):
             return self._exact.start_reduce_scatter(stacked)
         arrived, part = self._exchanged(pack(stacked.reshape(self.size, -1), self._form)), stacked[0]
         return Pending(None, lambda: unpack(arrived(), self._form, part, torch.float32).sum(0).to(part), part)
-
-    @override
-    def reduce_scatter(self, stacked: Tensor) -> Tensor:
-        return self._exact.reduce_scatter(stacked) if _stays(stacked) else self.start_reduce_scatter(stacked).wait()
 
     def _sum(self, x: Tensor) -> Callable[[], Tensor]:
         """Start the sum of ``x`` over the ranks; the call returns it, in the dtype of ``x``."""
@@ -94,7 +84,7 @@ class Fp8Channel(Channel):
     def _exchanged(self, rows: Tensor) -> Callable[[], Tensor]:
         """Start to send each rank its row, (size, bytes); the call returns what came from each."""
         if torch.compiler.is_compiling():
-            out: Tensor = funcol.wait_tensor(funcol.all_to_all_single(rows, None, None, self.group))
+            out: Tensor = funcol.all_to_all_single(rows, None, None, self.group)
             return lambda: out
         received = torch.empty_like(rows)
         work = dist.all_to_all_single(received, rows, group=self.group, async_op=True)

@@ -1,0 +1,1 @@
+"""Other ways for activations to travel: in 8 bits, and in pieces beside products. Imports `shardcore.comm` alone."""
