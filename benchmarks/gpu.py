@@ -1,152 +1,227 @@
-"""One rank's share of blocks of Llama 3 8B on one GPU: through shardcore, and as the same modules of that size.
+"""One rank's share of blocks of models on one GPU: through shardcore, by others, and as modules of that size.
 
     python benchmarks/gpu.py --help
 
-"Ideal" is transformers' own modules, built with the sizes of one rank of eight: the same kernels, and no machinery. The
-other seven ranks are not there: their process group sends nothing, so what is seen is the rank's own work, on the
-device and on the host. The optimizer is AdamW, over DTensors here and plain tensors there. Says so and stops where
-there is no CUDA.
+"Ideal" is transformers' own modules, built with the sizes of rank 0: the same kernels, and no machinery. The other
+ranks are not there: their process group sends nothing, so what is seen is the rank's own work, on device and host.
+A system that cannot do something has a row with the reason. AdamW steps DTensors of shardcore, and plain tensors of
+"ideal". transformers' own tensor parallelism takes a model that is in memory here, by what ``from_pretrained`` calls
+before it reads a checkpoint. Says so and stops where there is no CUDA.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-import statistics
+import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
-from memory import shard_alone
+import transformers
+from gpu_models import FAMILIES, SYSTEMS, model_of
+from gpu_steps import Call, Clock, calls_of, graph_calls, optimizer_calls
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaModel
 
-from shardcore import ShardConfig
-from shardcore.mesh.context import ShardContext
-
-RANKS = 8
-#: Of one model: what all ranks have, and what is divided among them.
-WHOLE = {"hidden_size": 4096, "vocab_size": 128, "head_dim": 128}
-DIVIDED = {"intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-TINY = {"hidden_size": 128, "vocab_size": 128, "head_dim": 16}, {**DIVIDED, "intermediate_size": 256}
-#: System -> fields of its configuration; None for the modules alone.
-SYSTEMS: dict[str, dict[str, bool] | None] = {
-    "ideal": None,
-    "shardcore": {},
-    "shardcore, fused norms": {"enable_fused_normalization": True},
-    "shardcore, sequence": {"enable_sequence_parallelism": True},
-}
+_FIRST = "llama-8b"
+_FEW = ("ideal", "shardcore", "shardcore, fused norms")
+_BOTH = ("ideal", "shardcore")
+_LIMIT = 170.0  # seconds of the main part
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One measurement: the median and the smallest of the rounds, in milliseconds."""
+class Job:
+    """What is measured with one model in memory."""
 
+    model: str
     system: str
+    tp: int
+    tokens: tuple[int, ...]
+    optimizer: torch.dtype | None = None  # of the parameters whose steps are measured, and nothing else
+    graphs: bool = False  # decoding with CUDA graphs, and nothing else
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One measurement: the median and the smallest of the rounds, in milliseconds, or why there is none."""
+
+    model: str
+    system: str
+    tp: int
     what: str
-    median: float
-    least: float
-    peak_megabytes: float  # above what was there before
+    median: float | None = None
+    least: float | None = None
+    peak_megabytes: float | None = None  # above what was there before
+    error: str = ""
 
 
-def blocks(fields: dict[str, bool] | None, count: int, device: str, *, tiny: bool) -> Any:
-    """Return a model of ``count`` blocks: one rank's share of it, or modules of that size."""
-    torch.manual_seed(0)
-    whole, divided = TINY if tiny else (WHOLE, DIVIDED)
-    if fields is None:
-        divided = {name: size // RANKS for name, size in divided.items()}
-    more = {"num_hidden_layers": count, "use_cache": False, "attn_implementation": "sdpa"}
-    model = LlamaModel(LlamaConfig(**whole, **divided, **more)).to(torch.bfloat16).train()
-    if fields is not None:
-        wanted = ShardConfig(tensor_parallel_size=RANKS, **fields)
-        shard_alone(model, wanted, ShardContext.of(wanted.resolve(RANKS).mesh()))
-    return model.to(device)
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """How jobs are run."""
+
+    clock: Clock
+    layers: int
+    tiny: bool
+    limit: float  # seconds after which no job begins; 0 for none
+    began: float = field(default_factory=time.monotonic)
+
+    def rows(self, job: Job) -> Iterator[Row]:
+        """Measure all of a job."""
+        named: dict[str, Any] = {"model": job.model, "system": job.system, "tp": job.tp}
+        if self.limit and time.monotonic() - self.began > self.limit:
+            yield Row(**named, what="all", error=f"not begun: {self.limit:.0f} s are over (--limit)")
+            return
+        family, system = FAMILIES[job.model], SYSTEMS[job.system]
+        device = self.clock.device
+        try:
+            dtype = job.optimizer or torch.bfloat16
+            model = model_of(family, system, self.layers, device, tiny=self.tiny, dtype=dtype)
+        except Exception as error:
+            yield Row(**named, what="all", error=_in_one_line(error))
+            return
+        if job.optimizer is not None:
+            calls = optimizer_calls(family, model, device)
+        else:
+            calls = (graph_calls if job.graphs else calls_of)(family, model, job.tokens, self.clock)
+        for what, make in calls:
+            row = Row(**named, what=what)
+            self._measure(row, make)
+            yield row
+
+    def _measure(self, row: Row, make: Callable[[], Call]) -> None:
+        try:
+            row.median, row.least, row.peak_megabytes = self.clock.time(make())
+        except Exception as error:
+            row.error = _in_one_line(error)
+
+    def run(self, jobs: list[Job], say: Callable[[str], None]) -> list[Row]:
+        """Run jobs one after another; each number of ranks has a process group for as long as it is needed."""
+        found: list[Row] = []
+        for job in jobs:
+            if not dist.is_initialized() or dist.get_world_size() != job.tp:
+                _leave()
+                dist.init_process_group("fake", rank=0, world_size=job.tp, store=FakeStore())
+            say(f"{time.monotonic() - self.began:.0f} s: {job.model}, tp {job.tp}, {job.system}")
+            found += self.rows(job)
+            torch.compiler.reset()
+            gc.collect()
+            if self.clock.device == "cuda":
+                torch.cuda.empty_cache()
+        _leave()
+        return found
 
 
-def timed(call: Callable[[], None], rounds: int, device: str) -> tuple[float, float, float]:
-    """Return the median and the smallest milliseconds of a call, and its peak of memory above the start, in MiB."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(3):
-        call()
-    wait()
-    start = torch.cuda.memory_allocated() if device == "cuda" else 0
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    found = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        call()
-        wait()
-        found.append((time.perf_counter() - begin) * 1e3)
-    peak = (torch.cuda.max_memory_allocated() - start) / 2**20 if device == "cuda" else float("nan")
-    return statistics.median(found), min(found), peak
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def step_of(model: nn.Module, tokens: int, device: str) -> Callable[[], None]:
-    """Return a forward and a backward with ``tokens`` tokens of one sequence."""
-    shape = 1, tokens, model.config.hidden_size
-    inputs = torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        out: Tensor = model(inputs_embeds=inputs).last_hidden_state
-        out.backward(torch.ones_like(out))
-
-    return step
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
 
 
-def rows(system: str, tokens: list[int], rounds: int, count: int, device: str, *, tiny: bool) -> Iterator[Row]:
-    """Measure one system: training steps, a decoding step, and the optimizer."""
-    model = blocks(SYSTEMS[system], count, device, tiny=tiny)
-
-    def row(what: str, call: Callable[[], None]) -> Row:
-        median, least, peak = timed(call, rounds, device)
-        return Row(system=system, what=what, median=median, least=least, peak_megabytes=peak)
-
-    for number in tokens:
-        yield row(f"training, {number} tokens", step_of(model, number, device))
-    if system in ("ideal", "shardcore"):
-        for kind in ("foreach", "fused"):
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **{kind: True})
-            yield row(f"AdamW, {kind}", lambda optimizer=optimizer: optimizer.step() and None)
-    one = torch.randn(1, 1, model.config.hidden_size, dtype=torch.bfloat16, device=device)
-    with torch.inference_mode():
-        yield row("inference, 1 token", lambda: model(inputs_embeds=one) and None)
+def main_jobs(tp: tuple[int, ...], tokens: tuple[int, ...]) -> list[Job]:
+    """Return the main part: all systems for one model, and few for the others; what is compiled comes last."""
+    jobs, last = [], []
+    for size in tp:
+        eager = [name for name, system in SYSTEMS.items() if not system.compiled]
+        jobs += [Job(model=_FIRST, system=name, tp=size, tokens=tokens) for name in eager]
+        for name, family in FAMILIES.items():
+            ranks = math.gcd(size, family.heads)  # 20 heads of Whisper go to 4 ranks of 8
+            few = [Job(model=name, system=s, tp=ranks, tokens=tokens[-2:-1] or tokens) for s in _FEW]
+            jobs += few if name != _FIRST else []
+        jobs += _optimizer_jobs(size)
+        compiled = [name for name in SYSTEMS if name not in eager]
+        last += [Job(model=_FIRST, system=s, tp=size, tokens=tokens[-1:], graphs=True) for s in _BOTH]
+        last += [Job(model=_FIRST, system=name, tp=size, tokens=tokens[-1:]) for name in compiled]
+    return jobs + last
 
 
-@click.command(help="Measure one rank's share of blocks of Llama 3 8B in bfloat16 on one GPU.")
-@click.option("--tokens", default=[4096, 512, 16], multiple=True, show_default=True, help="Of the one sequence.")
+def all_jobs(tp: tuple[int, ...], tokens: tuple[int, ...]) -> list[Job]:
+    """Return everything."""
+    jobs = []
+    for size in tp:
+        for model, family in FAMILIES.items():
+            jobs += [Job(model=model, system=s, tp=size, tokens=tokens) for s in SYSTEMS]
+            graphs = [Job(model=model, system=s, tp=size, tokens=tokens, graphs=True) for s in _BOTH]
+            jobs += graphs if family.causal else []
+        jobs += _optimizer_jobs(size)
+    return jobs
+
+
+def _optimizer_jobs(tp: int) -> list[Job]:
+    kinds = (torch.float32, torch.bfloat16)
+    return [Job(model=_FIRST, system=s, tp=tp, tokens=(), optimizer=kind) for kind in kinds for s in _BOTH]
+
+
+def show(rows: list[Row], console: Console) -> None:
+    """Print what was found, each measurement beside that of "ideal"."""
+    least = {(row.model, row.tp, row.what): row.least for row in rows if row.system == "ideal"}
+    table = Table("model", "tp", "what", "system", "ms", "least", "of ideal", "peak, MiB", "why not")
+    order = {name: number for number, name in enumerate(FAMILIES)}
+    first = {(row.model, row.tp, row.what): number for number, row in reversed(list(enumerate(rows)))}
+    for row in sorted(rows, key=lambda row: (order[row.model], row.tp, first[row.model, row.tp, row.what])):
+        numbers: tuple[str, ...] = ("", "", "", "", row.error)
+        if row.least is not None:
+            ideal = least.get((row.model, row.tp, row.what))
+            share = f"{row.least / ideal:.2f}" if ideal else ""
+            numbers = (f"{row.median:.2f}", f"{row.least:.2f}", share, f"{row.peak_megabytes:.0f}")
+        table.add_row(row.model, str(row.tp), row.what, row.system, *numbers)
+    console.print(table)
+
+
+def _chosen(part: str, given: dict[str, tuple[Any, ...]], *, tiny: bool) -> list[Job]:
+    """Return the jobs of a part, as far as the options let them."""
+    tokens = given["tokens"] or ((4, 8) if tiny else (16, 512, 4096))
+    jobs = main_jobs(given["tp"] or (8,), tokens) if part == "main" else all_jobs(given["tp"] or (2, 4, 8), tokens)
+    models, systems = given["models"] or tuple(FAMILIES), given["systems"] or tuple(SYSTEMS)
+    asked = [job for job in jobs if job.model in models and job.system in systems and not (tiny and job.graphs)]
+    return [job for job in asked if SYSTEMS[job.system].serves(FAMILIES[job.model])]
+
+
+@click.command(help="Measure one rank's share of blocks of models in bfloat16 on one GPU.")
+@click.option("--part", default="main", type=click.Choice(("main", "all")), show_default=True, help="What is measured.")
+@click.option("--models", multiple=True, type=click.Choice(tuple(FAMILIES)), help="Only this one; may be repeated.")
+@click.option("--systems", multiple=True, type=click.Choice(tuple(SYSTEMS)), help="Only this one; may be repeated.")
+@click.option("--tp", multiple=True, type=int, help="Ranks; may be repeated (main: 8, all: 2, 4 and 8).")
+@click.option("--tokens", multiple=True, type=int, help="Of the sequence; may be repeated (16, 512 and 4096).")
 @click.option("--layers", default=4, show_default=True, help="How many blocks.")
-@click.option("--rounds", default=30, show_default=True, help="Steps that are timed.")
+@click.option("--rounds", default=20, show_default=True, help="Steps that are timed.")
+@click.option("--limit", type=float, help="Seconds after which no model begins; 0 for none (main: 170, all: 0).")
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results here.")
 @click.option("--cpu", is_flag=True, help="Tiny blocks on the CPU: shows that the script runs, and measures nothing.")
-def main(tokens: tuple[int, ...], layers: int, rounds: int, file: Path | None, cpu: bool) -> None:
+def main(
+    part: str, layers: int, rounds: int, limit: float | None, file: Path | None, cpu: bool, **given: tuple[Any, ...]
+) -> None:
     """Run it."""
-    console = Console()
+    console, errors = Console(width=160), Console(stderr=True)
     if not cpu and not torch.cuda.is_available():
         console.print("skipped: this benchmark needs a CUDA device, and torch sees none")
         return
-    device = "cpu" if cpu else "cuda"
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    found = [row for name in SYSTEMS for row in rows(name, list(tokens), rounds, layers, device, tiny=cpu)]
-    dist.destroy_process_group()
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, tiny"
-    least = {row.what: row.least for row in found if row.system == "ideal"}
-    table = Table("what", "system", "ms", "least", "of ideal", "peak, MiB")
-    for row in sorted(found, key=lambda row: list(least).index(row.what)):
-        numbers = (f"{row.median:.2f}", f"{row.least:.2f}", f"{row.least / least[row.what]:.2f}")
-        table.add_row(row.what, row.system, *numbers, f"{row.peak_megabytes:.0f}")
-    console.print(f"{name}, torch {torch.__version__}, {layers} blocks, one rank of {RANKS}")
-    console.print(table)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    jobs = _chosen(part, given, tiny=cpu)
+    clock = Clock(device="cpu" if cpu else "cuda", rounds=rounds)
+    if limit is None:
+        limit = _LIMIT if part == "main" else 0.0
+    rows = Bench(clock=clock, layers=layers, tiny=cpu, limit=limit).run(
+        jobs, lambda text: errors.print(text, style="dim")
+    )
+    device = "CPU, tiny" if cpu else torch.cuda.get_device_name()
+    about = {"device": device, "torch": torch.__version__, "transformers": version("transformers"), "layers": layers}
+    console.print(", ".join(f"{name} {value}" for name, value in about.items()))
+    show(rows, console)
     if file is not None:
-        file.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": [asdict(r) for r in found]}))
+        file.write_text(json.dumps({**about, "rounds": rounds, "rows": [asdict(row) for row in rows]}, indent=1))
 
 
 if __name__ == "__main__":

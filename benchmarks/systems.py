@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 __all__ = [
     "BATCHES",
     "COMPILED",
+    "PER_BLOCK",
     "SHAPES",
     "STEPS",
     "SYSTEMS",
@@ -32,6 +33,7 @@ __all__ = [
     "compile_layers",
     "llama",
     "missing",
+    "parallelize_blocks",
     "quiet",
 ]
 
@@ -126,26 +128,35 @@ def _torch_per_linear(folder: str) -> nn.Module:
 
 
 def _torch_per_block(folder: str) -> nn.Module:
-    """Activations become DTensors once for each block, instead of in each linear."""
-    mlp = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-    attention = PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": Replicate()},
-        desired_input_kwarg_layouts={"hidden_states": Replicate()},
-    )
-    return _torch(_loaded(folder), {"mlp": mlp, "self_attn": attention})
+    return _torch(_loaded(folder), PER_BLOCK)
 
 
 def _torch(model: Any, entries: dict[str, Any]) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    rows = ("self_attn.o_proj", "mlp.down_proj")
-    for layer in model.model.layers:
-        plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
-        plan |= {name: RowwiseParallel() for name in rows}
-        parallelize_module(layer, mesh, plan | entries)
+    parallelize_blocks(model.model.layers, mesh, entries)
     parallelize_module(model.lm_head, mesh, ColwiseParallel(output_layouts=Replicate()))
     parallelize_module(model.model.embed_tokens, mesh, RowwiseParallel(input_layouts=Replicate()))
     return model  # type: ignore[no-any-return]  # a transformers model
+
+
+#: Activations become DTensors once for each block, instead of in each linear.
+PER_BLOCK: dict[str, Any] = {
+    "mlp": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+    "self_attn": PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Replicate()},
+        desired_input_kwarg_layouts={"hidden_states": Replicate()},
+    ),
+}
+
+
+def parallelize_blocks(blocks: Iterable[nn.Module], mesh: DeviceMesh, entries: Mapping[str, Any]) -> None:
+    """Divide the linears of Llama's blocks by torch's plan; ``entries`` are added to the plan of each block."""
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    rows = ("self_attn.o_proj", "mlp.down_proj")
+    for block in blocks:
+        plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+        plan |= {name: RowwiseParallel() for name in rows}
+        parallelize_module(block, mesh, plan | dict(entries))
 
 
 UNSHARDED = "unsharded"
