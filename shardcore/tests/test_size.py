@@ -33,7 +33,7 @@ KITS = {
     "shardcore_quantized": 730,
     "shardcore_peft": 2320,
     "shardcore_trainer": 2110,
-    "shardcore_cli": 880,
+    "shardcore_cli": 920,
     "shardcore_debug": 100,
     "shardcore_loop": 1260,
     "shardcore_planner": 4585,

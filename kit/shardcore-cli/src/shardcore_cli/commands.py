@@ -36,12 +36,13 @@ def packs(verbose: bool, as_json: bool) -> None:
 
 @click.command(short_help="Say what works on this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def doctor(as_json: bool) -> None:
+@click.option("--quick", is_flag=True, help="Start no processes that try to talk to each other.")
+def doctor(as_json: bool, quick: bool) -> None:
     """Say what this machine has, and what will and will not work here, and why."""
     from shardcore_cli.doctor import examine, show
 
     with answer_only():
-        findings = examine()
+        findings = examine(trial=not quick)
     click.echo(json.dumps(findings, indent=2)) if as_json else show(findings)
     if any(finding["state"] == "fails" for finding in findings["checks"]):
         raise click.exceptions.Exit(1)
