@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import gpu  # from tools/
+import gpu_streams  # from tools/
 from gpu_ranks import draw  # from tools/
 from gpu_streams import compare, first_difference  # from tools/
 
@@ -41,6 +44,26 @@ def test_a_run_that_fails_says_why(tmp_path):
     found = compare("nothing", 1, tmp_path, ranks=2)
     assert found.passed == []
     assert "there is no nothing device here" in found.failures["the run as it is"]
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "outcome"),
+    [
+        ("ERROR SUMMARY: 0 errors", 0, "passed"),
+        ("ERROR SUMMARY: 3 errors", 99, "failures"),
+        ("Unable to find the driver", 1, "skipped"),
+    ],
+)
+def test_the_verdict_of_the_sanitizer_is_told(tmp_path, monkeypatch, said, status, outcome):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\necho '========= {said}'\nexit {status}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    verdict = gpu_streams.Verdict()
+    gpu_streams._sanitize(verdict, "cuda", tmp_path, time.monotonic() + 30)
+    found = {"passed": verdict.passed, "failures": [*verdict.failures.values()], "skipped": verdict.skipped}
+    assert {name: len(lines) for name, lines in found.items() if lines} == {outcome: 1}
+    assert said in found[outcome][0]
 
 
 def test_what_is_drawn_has_all_of_it():
