@@ -33,7 +33,7 @@ from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _FIRST = "llama-8b"
-_FEW = ("ideal", "shardcore", "shardcore, fused norms")
+_FEW = ("ideal", "shardcore", "shardcore, norms as they are")
 _BOTH = ("ideal", "shardcore")
 _LIMIT = 170.0  # seconds of the main part
 

@@ -207,8 +207,11 @@ class System:
 SYSTEMS = {
     "ideal": System(way="ideal"),
     "shardcore": System(way="shardcore"),
-    "shardcore, fused norms": System(way="shardcore", options={"enable_fused_normalization": True}),
+    "shardcore, norms as they are": System(way="shardcore", options={"enable_fused_normalization": False}),
     "shardcore, sequence": System(way="shardcore", options={"enable_sequence_parallelism": True}),
+    "shardcore, overlap": System(
+        way="shardcore", options={"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
+    ),
     "torch per linear": System(way="torch"),
     "torch per block": System(way="torch", options=PER_BLOCK),
     "transformers TP": System(way="transformers"),

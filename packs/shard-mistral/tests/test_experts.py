@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import shardcore
 from shard_mistral.cases import build, inputs
-from shardcore._torch import CAN_PIPELINE
+from shardcore._torch import CAN_PIPELINE, CAN_TRACE
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import context_of
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
@@ -200,3 +200,22 @@ def same_files(folder, fields):
 @pytest.mark.parametrize("fields", [{"tp": 2}, {"tp": 4}, {"tp": 2, "dp": 2}], ids=["tp2", "tp4", "tp2-dp2"])
 def test_files_are_those_of_the_unsharded_model(pool, tmp_path, fields):
     pool.run(same_files, str(tmp_path), fields, world=2 if fields == {"tp": 2} else 4)
+
+
+def one_graph():
+    torch._dynamo.reset()
+    reference, model = (each.eval() for each in pair({"tp": 2}, experts="batched_mm"))  # dropout would break it
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    batch = inputs(reference, 0)
+    for one in (reference, model):
+        one(**batch).loss.backward()
+    assert_same_gradients(reference, model)
+
+
+@pytest.mark.skipif(
+    BEFORE5 or not CAN_TRACE, reason="experts of transformers 4 loop, and old releases of torch break graphs"
+)
+@pytest.mark.filterwarnings("default")  # torch warns of its own doings while it traces
+def test_a_layer_with_experts_is_one_graph(pool):
+    pool.run(one_graph, world=2, timeout=100)

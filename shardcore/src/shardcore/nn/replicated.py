@@ -127,7 +127,7 @@ class Replicated(ParallelMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward on the local tensors of the parameters."""
         if torch.compiler.is_compiling():
-            return self._stand_in().forward(*args, **kwargs)
+            return self._native_class.forward(self._stand_in(), *args, **kwargs)
         state, own = self.__dict__, self._parameters
         if not isinstance(own, _Local):  # else a method that `run_method` runs calls it
             # An entry of the instance's dict, not an assignment: nn.Module.__setattr__ would look at every registry.
