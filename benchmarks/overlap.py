@@ -94,7 +94,7 @@ def step_of(overlap: bool, hidden: int, rows: int, tokens: int) -> Callable[[], 
 
 @click.command(help=str(__doc__).partition("\n")[0])
 @click.option("--hidden", default=512, show_default=True, help="Features.")
-@click.option("--rows", default=8, show_default=True, help="Of the batch.")
+@click.option("--rows", default=16, show_default=True, help="Of the batch.")
 @click.option("--tokens", default=256, show_default=True, help="Of each row.")
 @click.option("--link", default=0.67, show_default=True, help="Time of all transfers, in steps without a link.")
 @click.option("--rounds", default=7, show_default=True, help="Steps that are timed.")

@@ -16,7 +16,7 @@ ROOMS = {
     "fsdp": 960,
     "hooks": 300,
     "mesh": 850,
-    "nn": 7845,
+    "nn": 7855,
     "others": 1465,
     "pipeline": 2650,
     "plan": 1840,

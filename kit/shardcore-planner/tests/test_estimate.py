@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from needs import PIPELINES
 from tiny import TinyPolicy, build
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardcore
@@ -195,6 +197,16 @@ def test_simulated_ranks_leave_the_hook_of_errors():
     with simulated_ranks(2):
         pass
     assert sys.excepthook is before
+
+
+def test_the_rank_that_was_simulated_is_forgotten():
+    """A process that has planned joins others, and may be another rank of as many: it holds that one's parts."""
+    for rank in (0, 1):
+        with simulated_ranks(2, rank):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+            weight = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+            for made in (weight.detach(), torch.empty_like(weight), weight + 1):
+                assert made.device_mesh.get_coordinate() == (rank,)
 
 
 def test_a_model_is_sharded_among_simulated_ranks():

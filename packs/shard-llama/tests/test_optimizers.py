@@ -33,6 +33,8 @@ OPTIMIZERS = {
     "adamw-fused": functools.partial(adamw, fused=True),
     "adamw-groups": _grouped,
     "sgd-momentum": _sgd,
+    "sgd-fused": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=True),
+    "adagrad-fused": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01, fused=True),
 }
 
 

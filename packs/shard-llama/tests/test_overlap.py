@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore.comm import collectives
 from shardcore.transfer import products
-from shardcore_testing.parity import assert_same_gradients
+from shardcore_testing.parity import assert_close, assert_same_gradients
 
 PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_}
 
@@ -100,6 +100,25 @@ def test_pieces_change_no_bit(pool, dtype, bias):
     pool.run(_in_pieces, dtype, bias, world=2)
 
 
+def _changed():
+    """A change in place of what came out of the gather; where nothing is gathered torch refuses it."""
+    for overlap in (False, True):
+        reference = build(num_hidden_layers=1)
+        fields = {"enable_sequence_parallelism": True, "enable_sequence_overlap": overlap}
+        sharded = shard(copy.deepcopy(reference), tp=2, **fields)
+        for model in (reference, sharded):
+            model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda _, args: (args[0].mul_(2),))
+        losses = [model(**batch(reference)).loss for model in (reference, sharded)]
+        for loss in losses:
+            loss.backward()
+        assert_close(*losses, "loss")
+        assert_same_gradients(reference, sharded)
+
+
+def test_what_entered_may_be_changed(pool):
+    pool.run(_changed, world=2)
+
+
 class Clock(TorchDispatchMode):
     """Time as it would pass where products take theirs, all else none, and one transfer at a time has the link.
 
@@ -143,7 +162,7 @@ def _time_of_a_step(overlap, of_a_number, *, waits_at_once=False):
     fields = {"enable_sequence_parallelism": True, "enable_sequence_overlap": overlap}
     model, states = shard(model, tp=2, **fields), torch.randn(1, 32, 32, dtype=torch.float64, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "_ROWS", 8)
+        patch.setattr(products, "_ROWS", 4)
         clock = Clock(patch, of_a_number, waits_at_once)
         with clock:
             model(inputs_embeds=states).last_hidden_state.sum().backward()
@@ -163,5 +182,5 @@ def _slow_channel():
 def test_a_step_on_a_slow_channel(pool):
     for waiting, cut, of_plain in pool.run(_slow_channel, world=2):
         assert waiting == pytest.approx(5 / 3)
-        assert cut <= 0.75
-        assert of_plain <= 0.82  # the backward of columns hides its transfers without pieces
+        assert cut < 0.73
+        assert of_plain < 0.8  # the backward of columns hides its transfers without pieces

@@ -33,6 +33,7 @@ SCALING = "gradient scalers over ranks"
 NUMBERS = "a warning of numbers of one rank's part"
 SLICES = "refusing writes into copies"
 DRAWS = "refusing random numbers that differ between ranks"
+STEPS = "fused steps of optimizers"
 KERNELS = "enable_sequence_overlap='symm_mem'"
 
 
@@ -209,6 +210,7 @@ _NAMES: tuple[PrivateName, ...] = (
     PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "telling all ranks of an inf", SCALING),
     PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "seeing which slices are copies", SLICES),
     PrivateName("torch.ops.aten.alias.default._schema", "telling writes from other calls", SLICES),
+    PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "seeing them as they are made", STEPS),
     PrivateName(f"{_TENSOR}._op_dispatcher._custom_op_handlers", "seeing draws before they are made", DRAWS),
     PrivateName(
         "torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default", "telling all ranks of an inf", SCALING

@@ -21,10 +21,7 @@ class RecomputeLayer(Step):
     """A layer of transformers recomputes its activations in the backward."""
 
     splits: ClassVar[bool] = False
-
-    @override
-    def describe(self) -> str:
-        return "recomputed in the backward"
+    words: ClassVar[str] = "recomputed in the backward"
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:

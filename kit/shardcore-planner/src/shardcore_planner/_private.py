@@ -13,6 +13,11 @@ TORCH = Uses(
         PrivateName(
             "torch.utils._python_dispatch.TorchDispatchMode", "seeing what a step allocates and sends", _PLANNING
         ),
+        PrivateName(
+            "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+            "forgetting the rank that was simulated",
+            _PLANNING,
+        ),
         PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "running a step that allocates nothing", _PLANNING),
     ),
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcore.errors import ConfigError
@@ -37,6 +38,9 @@ def simulated_ranks(count: int, rank: int = 0) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
+        # torch keeps what operations on DTensors gave, with the mesh that they were on, and takes it for that of any
+        # rank: a group that this process joins next has the same ranks, and this one may be another of them.
+        debug._clear_sharding_prop_cache()
 
 
 @contextlib.contextmanager

@@ -6,9 +6,10 @@ torch (`shardcore.nn.living`). Where torch has no such table, nothing is handled
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from shardcore._private import missing
@@ -20,17 +21,30 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Undo = Callable[[], None]
 
 
-def handle(operations: Iterable[Any], handler: Handler, feature: str) -> Undo:
-    """Let ``handler`` do these operations, unless torch lacks what ``feature`` needs or something else does them."""
+#: What did the operations that are handled here: torch has handlers of its own.
+_BEFORE: dict[Any, Handler] = {}
+
+
+def overloads(*names: str) -> list[Any]:
+    """Return all forms of operations of torch."""
+    found = [getattr(torch.ops.aten, name) for name in names]
+    return [getattr(operation, form) for operation in found for form in operation.overloads()]
+
+
+def handle(operations: Sequence[Any], handler: Handler, feature: str) -> Undo:
+    """Let ``handler`` do these operations, unless torch lacks what ``feature`` needs."""
     if missing(feature):
         return lambda: None
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    ours = [operation for operation in operations if handlers.setdefault(operation, handler) is handler]
+    _BEFORE.update({operation: handlers[operation] for operation in operations if operation in handlers})
+    handlers.update(dict.fromkeys(operations, handler))
 
     def undo() -> None:
-        for operation in ours:
+        for operation in operations:
             if handlers.get(operation) is handler:
                 del handlers[operation]
+                if operation in _BEFORE:
+                    handlers[operation] = _BEFORE.pop(operation)
 
     return undo
 
@@ -40,6 +54,8 @@ def natively(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     A handler cannot decline: while torch works, it is not there, for no other thread either.
     """
+    if before := _BEFORE.get(operation):
+        return before(operation, args, kwargs)
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(operation, None)
     try:

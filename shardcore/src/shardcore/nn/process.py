@@ -27,9 +27,9 @@ from shardcore._torch import FakeTensor
 from shardcore.comm.dtensor_params import in_memory, local_tensor, spec_of
 from shardcore.errors import NotSupportedError, ShardcoreWarning
 from shardcore.nn import living
-from shardcore.nn.handlers import Undo, handle, natively
+from shardcore.nn.handlers import Undo, handle, natively, overloads
 from shardcore.nn.living import lies_on_a_mesh, owns
-from shardcore.nn.optimizers import find_inf_on_all_ranks, prepare_steps
+from shardcore.nn.optimizers import find_inf_on_all_ranks, prepare_steps, step_parts
 from shardcore.nn.slices import refuse_lost_writes
 
 _WORDS = (
@@ -99,11 +99,8 @@ def _is_alias(tensor: DTensor, value: Tensor) -> bool:
 
 
 #: Everything random in place; no step of a training draws into a DTensor.
-_DRAWS = tuple(
-    getattr(operation, overload)
-    for name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
-    for operation in (getattr(torch.ops.aten, name),)
-    for overload in operation.overloads()
+_DRAWS = overloads(
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"
 )
 
 
@@ -139,6 +136,7 @@ _CHANGES: tuple[Change, ...] = (
     refuse_draws_on_cpu,
     find_inf_on_all_ranks,
     prepare_steps,
+    step_parts,
 )
 
 #: What is changed now, and how it is taken back.

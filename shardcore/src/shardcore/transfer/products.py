@@ -25,7 +25,7 @@ from shardcore.comm.sequence import join_parts, stack_parts
 Overlap = Literal[False, True, "symm_mem"]
 
 #: So many pieces at most, of which each has so many rows to multiply: a small product costs more than it hides.
-_PIECES, _ROWS = 4, 512
+_PIECES, _ROWS = 8, 512
 
 
 def without_kernels(device_type: str) -> str | None:
@@ -74,5 +74,5 @@ def scatter_product(x: Tensor, weight: Tensor, channel: Channel, overlap: Overla
         padded, group = parts.transpose(0, 1).flatten(1, 2), channel.group.group_name
         out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(padded, weight.t(), "sum", 1, group)
         return out
-    pieces = parts.chunk(_pieces(parts[0], channel.size), 2)
+    pieces = [piece.contiguous() for piece in parts.chunk(_pieces(parts[0], channel.size), 2)]  # else it is no mm
     return torch.cat([p.wait() for p in [channel.start_reduce_scatter(F.linear(each, weight)) for each in pieces]], 1)

@@ -207,7 +207,8 @@ class ColumnLinear(Member):
             return self.product(x)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             region = getattr(x, OPEN, None)
-            if region is not None and (member := region.members.get(id(self))) is not None:
+            member = None if region is None or region.version != x._version else region.members.get(id(self))
+            if member is not None:
                 out: Tensor = MemberLinear.apply(region, member, x)  # type: ignore[no-untyped-call]
                 return out
             require_entered(self, x)

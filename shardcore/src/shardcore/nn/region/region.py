@@ -78,7 +78,7 @@ class _Open:
         self.members: dict[int, _Own] = {}
         self.parameters: list[Tensor] = []  # of all members
         self.products: dict[int, Tensor] = {}  # by their places, what the entry multiplied while tokens travelled
-        self.version = 0  # of what was multiplied
+        self.version = 0  # of what entered: who changes it in place makes another tensor
         self._calls: list[_Call] = []
         self._task: int | None = None
         for member in members:
@@ -144,7 +144,7 @@ class _EnterRegion(Function):
         linears = [(own.weight, own.bias) for own in region.members.values()]
         gathered, products = gather_products(x, linears, context.channel, length, context.overlap)
         places = (own.place for own in region.members.values())
-        region.products, region.version = dict(zip(places, products, strict=True)), gathered._version
+        region.products = dict(zip(places, products, strict=True))
         return gathered
 
     @staticmethod
@@ -213,8 +213,7 @@ class MemberLinear(Function):
             ctx.save_for_backward(weight)
         else:
             ctx.save_for_backward(weight, x)
-        ready = region.products.pop(member.place, None) if x._version == region.version else None
-        if ready is not None:
+        if (ready := region.products.pop(member.place, None)) is not None:
             return ready
         return F.linear(x, weight) if bias is None else product(x, weight, bias)
 
@@ -338,4 +337,5 @@ class Region:
         region = _Open(context, self.members, again=length is not None and not context.keeps_gathered)
         new = _EnterRegion.apply(region, length, x, *region.parameters)  # type: ignore[no-untyped-call]
         setattr(new, OPEN, region)
+        region.version = new._version
         return new  # type: ignore[no-any-return]  # Function.apply is untyped

@@ -123,6 +123,8 @@ class Step:
     mixin: ClassVar[type[ParallelMixin] | None] = None
     #: Whether the ranks of ``cp`` divide the tokens of a call by it.
     divides_tokens: ClassVar[bool] = False
+    #: The step in a few words, without its path, where these are always the same.
+    words: ClassVar[str] = ""
 
     path: str
 
@@ -133,12 +135,15 @@ class Step:
 
     def describe(self) -> str:
         """Return the step in a few words, without its path."""
+        return self.words or self._fields()
+
+    def _fields(self) -> str:
         values = (f"{f.name}={to_data(getattr(self, f.name))!r}" for f in dataclasses.fields(self) if f.name != "path")
         return f"{type(self).__name__}({', '.join(values)})"
 
     def in_full(self) -> str:
         """Return the step with its path and all its fields, the same in every process."""
-        return f"{self.path or 'the model'} {Step.describe(self)}"
+        return f"{self.path or 'the model'} {self._fields()}"
 
     @property
     def mixins(self) -> tuple[tuple[str, type[ParallelMixin]], ...]:

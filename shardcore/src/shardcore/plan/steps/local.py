@@ -17,15 +17,12 @@ class FuseNorm(Step):
     """A root-mean-square norm computes with `torch.nn.functional.rms_norm`; the attribute ``eps`` is its epsilon."""
 
     splits: ClassVar[bool] = False
+    words: ClassVar[str] = "torch's fused rms_norm"
     phase: ClassVar[Phase] = Phase.FUSE
     mixin: ClassVar[type[ParallelMixin]] = FusedRMSNorm
     fuses: ClassVar[str] = "torch's rms_norm"
 
     eps: str
-
-    @override
-    def describe(self) -> str:
-        return "torch's fused rms_norm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +30,9 @@ class Compile(Step):
     """The module's forward is compiled while training."""
 
     splits: ClassVar[bool] = False
+    words: ClassVar[str] = "compiled while training"
     phase: ClassVar[Phase] = Phase.COMPILE
     mixin: ClassVar[type[ParallelMixin]] = CompiledBlock
-
-    @override
-    def describe(self) -> str:
-        return "compiled while training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +40,9 @@ class Recompute(Step):
     """The module's activations are recomputed in the backward."""
 
     splits: ClassVar[bool] = False
+    words: ClassVar[str] = "recomputed in the backward"
     phase: ClassVar[Phase] = Phase.RECOMPUTE
     mixin: ClassVar[type[ParallelMixin]] = RecomputedBlock
-
-    @override
-    def describe(self) -> str:
-        return "recomputed in the backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +50,7 @@ class FreezeForInference(Step):
     """The model is put into eval mode, and its parameters need no gradient."""
 
     splits: ClassVar[bool] = False
-
-    @override
-    def describe(self) -> str:
-        return "eval mode, no gradients"
+    words: ClassVar[str] = "eval mode, no gradients"
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:

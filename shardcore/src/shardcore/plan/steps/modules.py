@@ -150,12 +150,9 @@ class ScopeRandomness(Step):
     """The module, which is often called without the model around it, runs on the model's random stream then too."""
 
     splits: ClassVar[bool] = False  # data-parallel replicas draw other numbers too
+    words: ClassVar[str] = "on the model's random stream"
     phase: ClassVar[Phase] = Phase.SCOPE
     mixin: ClassVar[type[ParallelMixin]] = RngScope
-
-    @override
-    def describe(self) -> str:
-        return "on the model's random stream"
 
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:

@@ -184,10 +184,7 @@ class DivideLogits(Step):
     phase: ClassVar[Phase] = Phase.LOGITS
     mixin: ClassVar[type[ParallelMixin]] = ContextHead
     splits: ClassVar[bool] = False  # over ``tp``
-
-    @override
-    def describe(self) -> str:
-        return "logits are divided over cp"
+    words: ClassVar[str] = "logits are divided over cp"
 
     @override
     def collectives(self, site: Site) -> Iterator[Collective]:
