@@ -36,7 +36,7 @@ KITS = {
     "shardcore_cli": 920,
     "shardcore_debug": 100,
     "shardcore_loop": 1260,
-    "shardcore_planner": 4585,
+    "shardcore_planner": 4600,
     "shardcore_testing": 5455,
     "shardcore_scaffold": 4010,
 }

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shardcore.config import ShardConfig
 from shardcore_planner import Call, Card, Workload, estimate
@@ -104,6 +105,15 @@ def test_four_blocks_of_a_rank_of_eight_on_a_card(fields, tokens, measured):
     phases = ("forward", "backward")
     times = [card.computing(found.device[phase], found.calls[phase] * card.call) for phase in phases]
     assert 1e3 * sum(times) == pytest.approx(measured, rel=0.15)
+
+
+def test_what_is_recomputed_is_one_kernel_too():
+    with holding_nothing("cuda"):
+        x = torch.empty(2, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
+        out = checkpoint(lambda x: F.dropout(F.rms_norm(x, (8,), weight), 0.5), x, use_reentrant=False)
+        out.sum().backward()  # which says so if other tensors are kept
+    assert weight.grad.shape == (8,)
 
 
 @pytest.mark.nightly

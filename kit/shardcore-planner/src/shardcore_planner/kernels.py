@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+_NORM, _DROPOUT, _ATTENTION = functional.rms_norm, functional.dropout, functional.scaled_dot_product_attention
 
 
 class OneKernel(TorchFunctionMode):
@@ -21,6 +24,10 @@ class OneKernel(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.backward, torch.autograd.backward):
+            # A checkpoint recomputes in there, where torch has put the mode aside.
+            with mock.patch.dict(vars(functional), {native.__name__: own for native, own in _STAND_INS.items()}):
+                return func(*args, **(kwargs or {}))
         stand_in = None if any(issubclass(kind, DTensor) for kind in types) else _STAND_INS.get(func)
         return func(*args, **(kwargs or {})) if stand_in is None else stand_in(*args, **(kwargs or {}))
 
@@ -53,24 +60,20 @@ class _Dropout(torch.autograd.Function):
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     if weight is not None and weight.dtype != x.dtype:  # which no kernel takes
-        return functional.rms_norm(x, shape, weight, eps)
+        return _NORM(x, shape, weight, eps)
     return _Norm.apply(x, weight, x.shape[: x.dim() - len(shape)])  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if inplace or not training or not 0 < p < 1:
-        return functional.dropout(x, p, training, inplace)
+        return _DROPOUT(x, p, training, inplace)
     return _Dropout.apply(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     names = ("attn_mask", "dropout_p", "is_causal")
     kept = {**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0}
-    return functional.scaled_dot_product_attention(query, key, value, **kept)
+    return _ATTENTION(query, key, value, **kept)
 
 
-_STAND_INS: dict[Any, Callable[..., Tensor]] = {
-    functional.rms_norm: _rms_norm,
-    functional.dropout: _dropout,
-    functional.scaled_dot_product_attention: _attention,
-}
+_STAND_INS: dict[Any, Callable[..., Tensor]] = {_NORM: _rms_norm, _DROPOUT: _dropout, _ATTENTION: _attention}

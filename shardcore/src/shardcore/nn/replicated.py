@@ -119,10 +119,11 @@ class Replicated(ParallelMixin):
         return self._read({name: found}, fresh=False)[name]
 
     def _model_runs(self) -> bool:
+        if torch.compiler.is_compiling() or self._shard_context.random.in_use:
+            return True
         # In a backward a checkpoint recomputes a part of the forward, after the model's call has ended; hooks of the
         # backward run without gradients.
-        recomputes = torch.is_grad_enabled() and backward_task() != -1
-        return torch.compiler.is_compiling() or self._shard_context.random.in_use or recomputes
+        return torch.is_grad_enabled() and backward_task() != -1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the native forward on the local tensors of the parameters."""

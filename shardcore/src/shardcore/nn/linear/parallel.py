@@ -323,27 +323,24 @@ class RowLinear(ParallelLinear):
         if tokens is None or tokens.length is None or not overlaps:
             return self.finish(self.local(x))
         tokens.expect(x, tokens.length, type(self).__name__)
-        self._leave()
-        return self._biased(local_linear(x, self.weight, transposed=self.transposed, scatters=context))
+        return self.finish(local_linear(x, self.weight, transposed=self.transposed, scatters=context), summed=True)
 
     def part_of(self, x: Tensor) -> Tensor:
         """Return this rank's features (..., in/tp) of an input as `forward` takes it."""
         return x if self.parallel_input else split_to_tp(x, self._shard_context.channel, -1)
 
-    def finish(self, out: Tensor) -> Tensor:
-        """Leave the region with this rank's summand (..., out), which `local` and others have added up."""
-        self._leave()
-        channel, tokens = self._shard_context.channel, self._shard_sequence
-        return self._biased(leave_region(out, channel, tokens, type(self).__name__, fresh=True))
+    def finish(self, out: Tensor, *, summed: bool = False) -> Tensor:
+        """Leave the region with this rank's summand (..., out), which `local` and others have added up.
 
-    def _leave(self) -> None:
+        ``summed``: these are this rank's tokens of the sum already.
+        """
+        context, tokens = self._shard_context, self._shard_sequence
         if self.region is not None:
             self.region.leave()
         elif not torch.compiler.is_compiling():
-            self._shard_context.random.join(_OWN_FORK)
-
-    def _biased(self, out: Tensor) -> Tensor:
-        context, tokens = self._shard_context, self._shard_sequence
+            context.random.join(_OWN_FORK)
+        if not summed:
+            out = leave_region(out, context.channel, tokens, type(self).__name__, fresh=True)
         if self.bias is None:
             return out
         if tokens is None or tokens.length is None:
@@ -377,7 +374,7 @@ class InnerRowLinear(RowLinear):
         """Tokens are whole inside of a region."""
 
     @override
-    def finish(self, out: Tensor) -> Tensor:
+    def finish(self, out: Tensor, *, summed: bool = False) -> Tensor:
         channel = self._shard_context.channel
         out = reduce_from_tp(out, channel, fresh=True)
         if self.bias is not None:
