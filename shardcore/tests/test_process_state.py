@@ -18,7 +18,7 @@ CONSTANT = {
     "HookspecMarker", "HookimplMarker", "pluggy.HookspecMarker", "pluggy.HookimplMarker",
     "StateDictOptions", "dist.AllreduceOptions",
     "Ability", "Flow", "PrivateName", "Uses", "ALL_GATHER.find", "REDUCE_SCATTER.find", "SET_TIMEOUT.find",
-    "CLIPPED_SUMS.is_there", "STAGES.is_there", "TRACED_READS.is_there",
+    "overloads", "CLIPPED_SUMS.is_there", "STAGES.is_there", "TRACED_READS.is_there",
 }  # fmt: skip
 CHANGING = {
     "add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update",
@@ -100,6 +100,7 @@ def test_the_page_lists_what_is_kept_and_nothing_else():
         "shardcore.nn.process.refuse_draws_on_cpu",
         "shardcore.nn.process.warn_of_partial_numbers",
         "shardcore.nn.optimizers.find_inf_on_all_ranks",
+        "shardcore.nn.optimizers.step_parts",
         "shardcore.nn.slices.refuse_lost_writes",
     }
     assert set(rows) - elsewhere == found()

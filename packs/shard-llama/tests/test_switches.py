@@ -88,7 +88,7 @@ def test_auto_takes_no_liberties():
         ({"dtype": torch.bfloat16, "attn_implementation": "eager"}, "eager attention was chosen"),
     ):
         with _installed():
-            plan = _plan(build(**options), enable_flash_attention="auto")
+            plan = _plan(build(**options), enable_flash_attention="auto", enable_fused_normalization=False)
             assert not [step for step in plan.steps if isinstance(step, ChooseAttention)]
             (choice,) = plan.choices
             assert choice.outcome.startswith("off: ")
