@@ -19,15 +19,13 @@ from unittest import mock
 import click
 import torch
 import torch.distributed as dist
-from memory import shard_alone
 from rich.console import Console
 from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaModel
 
-from shardcore import ShardConfig
+import shardcore
 from shardcore.comm import collectives
-from shardcore.mesh.context import ShardContext
 
 RANKS = 2
 
@@ -80,8 +78,8 @@ def step_of(overlap: bool, hidden: int, rows: int, tokens: int) -> Callable[[], 
     torch.manual_seed(0)
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_attention_heads": 8, "num_key_value_heads": 8}
     model = LlamaModel(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=64, use_cache=False)).train()
-    config = ShardConfig(tensor_parallel_size=RANKS, enable_sequence_parallelism=True, enable_sequence_overlap=overlap)
-    shard_alone(model, config, ShardContext.of(config.resolve(RANKS).mesh(), overlap=overlap))
+    options = {"enable_sequence_parallelism": True, "enable_sequence_overlap": overlap}
+    model = shardcore.shard(model, tp=RANKS, **options)
     inputs = torch.randn(rows, tokens, hidden, requires_grad=True)
 
     def step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_the_main_part_of_the_table_for_a_card_has_no_system_that_fails(tmp_path
     assert all(row["least"] > 0 for row in found["rows"])
     measured = {(row["model"], row["system"]) for row in found["rows"]}
     assert len({model for model, _ in measured}) == 6
-    assert len({system for model, system in measured if model == "llama-8b"}) == 9
+    assert len({system for model, system in measured if model == "llama-8b"}) == 10
     kinds = {row["what"].split()[0].rstrip(",") for row in found["rows"]}
     assert kinds == {"training", "prefill", "decoding", "AdamW"}
 
@@ -90,6 +91,14 @@ def test_a_system_that_raises_has_a_row_that_says_why(tmp_path):
     assert [row["error"].split(":")[0] for row in rows] == ["PlanError"]  # 20 heads, 8 ranks
     rows = _gpu(tmp_path / "found.json", *options, "--limit", "1e-9")["rows"]
     assert [row["error"].split(":")[0] for row in rows] == ["not begun"]
+
+
+@pytest.mark.nightly
+def test_a_slow_link_is_waited_for():
+    command = [sys.executable, "-W", "ignore", "overlap.py", "--hidden", "64", "--rows", "2", "--tokens", "64"]
+    run = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=120, check=False)
+    rows = dict(re.findall(r"│ ([a-z ,]+?) +│ +(\d+) +│", run.stdout))
+    assert int(rows["waited for"]) > int(rows["no link"]), run.stdout + run.stderr
 
 
 _SIZES = """

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardcore
 from shardcore.mesh.axes import current_device, device_type_of
+from shardcore.transfer import products
 
 __all__ = ["Drawn", "draw", "train"]
 
@@ -61,6 +62,7 @@ def draw(seed: int, steps: int, ranks: int) -> Drawn:
     fields: dict[str, Any] = {"parallel_output": drawn.random() < 0.5}
     if drawn.random() < 0.5:
         fields |= {"enable_sequence_parallelism": True, "sequence_keep_gathered": drawn.random() < 0.5}
+        fields["enable_sequence_overlap"] = drawn.random() < 0.5
     if drawn.random() < 0.5:
         fields["enable_fused_normalization"] = True
     return Drawn(
@@ -83,6 +85,7 @@ def train(drawn: Drawn, seed: int) -> list[dict[str, Any]]:
     # Some kernels of CUDA add in any order otherwise. What `torch.empty` gives is not filled, which takes more kernels.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made at run time
+    products._ROWS = 16  # so that few tokens travel in several pieces
     device = current_device(device_type_of())
     torch.manual_seed(seed)
     model: Any = LlamaForCausalLM(LlamaConfig(**drawn.config, tie_word_embeddings=drawn.tied))

@@ -9,7 +9,11 @@ import torch
 from llama_cases import batch, build, loss_of, shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shard_llama.policy import LlamaPolicy
 from shardcore.comm import collectives
+from shardcore.compile import compile_plan
+from shardcore.config import ShardConfig
+from shardcore.errors import PlanError
 from shardcore.transfer import products
 from shardcore_testing.parity import assert_close, assert_same_gradients
 
@@ -184,3 +188,11 @@ def test_a_step_on_a_slow_channel(pool):
         assert waiting == pytest.approx(5 / 3)
         assert cut < 0.73
         assert of_plain < 0.8  # the backward of columns hides its transfers without pieces
+
+
+def test_what_the_plan_says():
+    model, fields = build(num_hidden_layers=1), {"tensor_parallel_size": 2, "enable_sequence_parallelism": True}
+    plan = compile_plan(LlamaPolicy, model, ShardConfig(**fields, enable_sequence_overlap=True))
+    assert "enable_sequence_overlap: tokens travel in pieces beside products" in plan.render()
+    with pytest.raises(PlanError, match="symmetric memory is that of CUDA devices, and this is cpu"):
+        compile_plan(LlamaPolicy, model, ShardConfig(**fields, enable_sequence_overlap="symm_mem"))

@@ -9,7 +9,7 @@ import pytest
 
 from shardcore.config import ShardConfig
 from shardcore.config.recomputation import GradientCheckpointConfig
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, NotSupportedError
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,13 @@ def test_values_of_the_wrong_kind(fields, message):
             ),
         ),
         (
+            {"enable_sequence_overlap": True},
+            (
+                "ShardConfig.enable_sequence_overlap without enable_sequence_parallelism=True says nothing: no tokens "
+                "travel; give both or neither"
+            ),
+        ),
+        (
             {"inference_only": True, "gradient_checkpoint_config": GradientCheckpointConfig(num_ckpt_layers=1)},
             (
                 "ShardConfig.gradient_checkpoint_config contradicts inference_only=True: without a backward there is "
@@ -64,6 +71,14 @@ def test_contradictions(fields, message):
     with pytest.raises(ConfigError) as caught:
         ShardConfig(**fields)
     assert str(caught.value) == message
+
+
+def test_a_backward_that_is_split_overlaps_nothing():
+    tokens = {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
+    pipeline = {"pipeline_parallel_size": 2, "pipeline_schedule": "zbv"}
+    with pytest.raises(NotSupportedError, match="enable_sequence_overlap together with pipeline_parallel_size=2"):
+        ShardConfig(**tokens, **pipeline)
+    ShardConfig(**tokens, **pipeline | {"pipeline_schedule": "1f1b"})
 
 
 def test_all_optimization_asks_for_what_is_possible():
