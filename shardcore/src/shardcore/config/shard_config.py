@@ -93,8 +93,7 @@ class ShardConfig:
             ``"flash_attention_3"`` and ``"flash_attention_2"`` are that version or an error; ``"xformers"`` is torch's
             memory-efficient kernel (the same as xformers').
         enable_fused_normalization: torch's fused norms. True raises where no fused form of a norm is known; ``"auto"``
-            keeps the native norm there. None is ``"auto"`` for weights of 16 bits, within whose rounding the two agree,
-            on several tensor-parallel ranks.
+            keeps the native norm there. None is ``"auto"`` for weights of 16 bits on several tensor-parallel ranks.
         enable_jit_fused: blocks are compiled by `torch.compile` while training, which fuses bias and GELU into one
             kernel, and bias, dropout and residual into another. Needs what torch's compiler needs (on the CPU a C++
             compiler). True raises where that is missing, or the policy does not name its blocks; ``"auto"`` is False.
