@@ -1,4 +1,4 @@
-"""The demo: it passes, and it fails on a model that is sharded wrongly."""
+"""The demo: it passes, it fails on a model that is sharded wrongly, and it learns as much with `fp8_communication`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,3 +77,48 @@ def test_demo_notices_a_wrong_gradient(tmp_path: Path) -> None:
     assert "these checks failed" in printed
     for rank in (0, 1):
         assert f"on rank {rank}: gradient of every parameter, relative (found 5.0e-01 apart" in printed
+
+
+def trained(axis: str, fp8: bool) -> tuple[float, float]:
+    """Train as the demo does; return the mean loss of the last ten steps, and that on held-out text."""
+    import torch
+    import torch.distributed as dist
+
+    import shardcore
+
+    sys.path.insert(0, str(EXAMPLES))
+    import train_llama as demo
+
+    text, ranks = demo.Text.read(), dist.get_world_size()
+    torch.manual_seed(0)
+    fields: dict[str, Any] = {axis: ranks, "fp8_communication": fp8}
+    model: Any = shardcore.shard(demo.LlamaForCausalLM(demo.CONFIG), **fields)
+    training, generator = demo.Training(model, demo.STEPS), torch.Generator().manual_seed(0)
+    for _ in range(demo.STEPS):
+        batch = text.batch(demo.BATCH, demo.LENGTH, generator)
+        if axis == "pp":
+            training.optimizer.zero_grad()
+            training.losses.append(float(model.train_step({"input_ids": batch, "labels": batch})))
+            model.clip_grad_norm_(1.0)
+            training.optimizer.step()
+            training.schedule.step()
+        else:
+            training.step(batch.chunk(ranks)[dist.get_rank()] if axis == "dp" else batch)
+    held_out = text.held_out[: 32 * demo.LENGTH].view(32, -1)
+    call = {"input_ids": held_out, "labels": held_out}
+    with torch.no_grad():
+        judged = model.eval_step(call) if axis == "pp" else model(**call).loss
+    return sum(training.losses[-10:]) / 10, float(judged)
+
+
+def both(axis: str) -> tuple[tuple[float, float], tuple[float, float]]:
+    return trained(axis, False), trained(axis, True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("axis", ["tp", "dp", "pp"])
+def test_it_learns_as_much_with_eight_bits_between_ranks(pool: Any, axis: str) -> None:
+    ranks = pool.run(both, axis, world=2, timeout=300)
+    for place in (0, 1):  # replicas have losses of their own
+        exact, rounded = (sum(losses[way][place] for losses in ranks) / 2 for way in (0, 1))
+        assert 0 < abs(rounded - exact) <= 0.01 * exact

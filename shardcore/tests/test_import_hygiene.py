@@ -124,8 +124,8 @@ ROOMS = {
     },
     "weights": {"plan", "comm", "mesh", "errors", "_progress", "_private", "_torch"},
     "checkpoint": {"agree", "nn", "comm", "mesh", "errors", "_private", "_progress"},
-    "fsdp": {"agree", "policy", "plan", "nn", "config", "comm", "mesh", "errors", "_private", "_torch"},
-    "pipeline": {"fsdp", "agree", "plan", "nn", "config", "comm", "mesh", "errors", "_torch"},
+    "fsdp": {"agree", "policy", "plan", "nn", "config", "comm", "transfer", "mesh", "errors", "_private", "_torch"},
+    "pipeline": {"fsdp", "agree", "plan", "nn", "config", "comm", "transfer", "mesh", "errors", "_torch"},
 }
 
 

@@ -196,3 +196,9 @@ def test_the_doctor_reports_it(monkeypatch):
     monkeypatch.delattr("torch.distributed.fsdp.FSDPModule._get_fsdp_state")
     assert finding()["state"] == "fails"
     assert "has no torch.distributed.fsdp.FSDPModule._get_fsdp_state: a private name" in finding()["why"]
+
+
+def test_a_module_that_nobody_has_imported_is_there():
+    assert "wsgiref.validate" not in sys.modules
+    assert PrivateName("wsgiref.validate", "nothing").is_there()
+    assert not PrivateName("wsgiref.nothing", "nothing").is_there()

@@ -7,29 +7,29 @@ from packages import AROUND, files_of
 
 #: Room of the core -> the most lines. Files beside the rooms are "others".
 ROOMS = {
-    "agree": 770,
+    "agree": 690,
     "apply": 1020,
     "checkpoint": 1970,
     "comm": 1680,
     "compile": 1310,
     "config": 650,
-    "fsdp": 960,
+    "fsdp": 965,
     "hooks": 300,
     "mesh": 850,
     "nn": 7855,
     "others": 1465,
-    "pipeline": 2650,
+    "pipeline": 2670,
     "plan": 1840,
     "plugins": 790,
     "policy": 330,
     "styles": 1880,
-    "transfer": 200,
-    "weights": 1560,
+    "transfer": 280,
+    "weights": 1470,
 }
 #: Package around the core -> the most lines.
 KITS = {
     "shardcore_shardformer": 2350,
-    "shardcore_transformers": 3115,
+    "shardcore_transformers": 3305,
     "shardcore_quantized": 730,
     "shardcore_peft": 2320,
     "shardcore_trainer": 2110,

@@ -17,9 +17,9 @@ import shardcore
 from shardcore.comm.parts import check_parts
 from shardcore.comm.strided import torch_lacks
 from shardcore.nn import FusedColumnLinear
-from shardcore.weights.gathering import Transport
 from shardcore_shardformer import Linear1D_Col
 from shardcore_testing.parity import assert_same_gradients, assert_same_parameters
+from shardcore_transformers.writing import Transport
 
 # Odd vocabulary, tied; fewer KV heads than four ranks; an intermediate size that divides by no number of ranks.
 OPTIONS = {"vocab_size": 97, "tie_word_embeddings": True, "num_key_value_heads": 2}

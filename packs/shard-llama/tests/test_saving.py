@@ -27,6 +27,7 @@ from shardcore.agree import store_barrier
 from shardcore.comm.parts import place_of
 from shardcore_testing.parity import whole
 from shardcore_transformers import _saving
+from shardcore_transformers.writing import WriterBarrier
 
 pytestmark = pytest.mark.newest
 
@@ -277,7 +278,7 @@ def _missing(folder: str) -> None:
     )
     model = shard(copy.deepcopy(reference), dp=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_barrier, "_timeout", lambda: 0.5)
+        patch.setattr(store_barrier, "limit_of_waiting", lambda: 0.5)
         for callers in ((0,), (1, 2), (2,)):
             # Each time the others come when these have given up already, and in turn wait in vain.
             for group in (callers, tuple(set(range(3)) - set(callers))):
@@ -290,7 +291,7 @@ def _missing(folder: str) -> None:
                     assert caught.value.missing == tuple(others)
                 dist.barrier()
         assert not names_in(folder)
-        patch.setattr(store_barrier, "_timeout", lambda: 10.0)
+        patch.setattr(store_barrier, "limit_of_waiting", lambda: 10.0)
         time.sleep(0.2 * rank)  # late, but in time
         model.save_pretrained(folder)
     assert_saved(folder, weights(reference))
@@ -351,3 +352,31 @@ def test_place_of_is_how_fsdp_cuts():
                         ((start, stop), _) = place_of((rows, 7), (dp, tp), placements, (d, t))
                         assert torch.equal(indices[start:stop], inner), (rows, tp, dp)
     assert place_of((4, 9), (2, 2), (Shard(1), Shard(0)), (1, 0)) == ((0, 2), (5, 9))
+
+
+def barriers() -> list[int]:
+    """Number of keys in the store after some barriers, and after many more."""
+    store = dist.distributed_c10d._get_default_store()
+    counted = []
+    for number in range(40):
+        barrier = WriterBarrier.wait([0, 1], {"number": number}, "save_pretrained", patience=10.0)
+        assert {rank: report["number"] for rank, report in barrier.reports.items()} == {0: number, 1: number}
+        if dist.get_rank() == 0:
+            with barrier.telling():
+                barrier.proceed()
+            # The store may end with this process: it goes on when its last word was heard.
+            assert store.add(f"{barrier.name}/followed", 0) == 2
+        else:
+            barrier.follow(0)
+            time.sleep(0.3 if number == 0 else 0)
+            barrier.follow(0)
+        if number in (5, 39):
+            dist.barrier()
+            counted.append(store.num_keys())
+            dist.barrier()
+    return counted
+
+
+def test_barriers_leave_nothing_in_the_store(pool):
+    for few, many in pool.run(barriers, world=2):
+        assert many <= few

@@ -64,7 +64,7 @@ def _state_of_parts(folder: str, axes: dict[str, int]) -> None:
     assert_saved(f"{folder}/all", weights(reference))
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_barrier, "_timeout", lambda: 0.5)
+        patch.setattr(store_barrier, "limit_of_waiting", lambda: 0.5)
         if dist.get_rank() == 0:  # an error that names the others, not a collective that they never join
             with pytest.raises(MissingRanksError, match="did not come: 1"):
                 model.save_pretrained(f"{folder}/alone", state_dict=model.state_dict())

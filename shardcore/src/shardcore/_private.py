@@ -62,7 +62,7 @@ class PrivateName:
         if self.code:
             return self.name in getattr(getattr(_found(self.code), "__code__", None), "co_names", ())
         there = owner is not None and hasattr(owner() if self.of_instances else owner, self.name)
-        return there or bool(self.older and _found(self.older) is not None)
+        return there or self.find() is not None  # a module that nobody has imported yet is no attribute
 
     def find(self) -> Any:
         """Return what the installed library has there, or None."""

@@ -1,7 +1,6 @@
-"""What a barrier says and leaves in the store, whichever store it is."""
+"""What a barrier says, and forgets in a store that is a file."""
 
 import re
-import time
 
 import pytest
 import torch.distributed as dist
@@ -20,34 +19,6 @@ def test_a_store_that_is_a_file_forgets_a_barrier(tmp_path):
     _forget(store, "met/1", [0])
     assert store.check([kept])
     assert not any(store.check([key]) for key in keys)
-
-
-def barriers() -> list[int]:
-    """Number of keys in the store after some barriers, and after many more."""
-    store = dist.distributed_c10d._get_default_store()
-    counted = []
-    for number in range(40):
-        barrier = StoreBarrier.wait([0, 1], {"number": number}, "save_pretrained", patience=10.0)
-        assert {rank: report["number"] for rank, report in barrier.reports.items()} == {0: number, 1: number}
-        if dist.get_rank() == 0:
-            with barrier.telling():
-                barrier.proceed()
-            # The store may end with this process: it goes on when its last word was heard.
-            assert store.add(f"{barrier.name}/followed", 0) == 2
-        else:
-            barrier.follow(0)
-            time.sleep(0.3 if number == 0 else 0)
-            barrier.follow(0)
-        if number in (5, 39):
-            dist.barrier()
-            counted.append(store.num_keys())
-            dist.barrier()
-    return counted
-
-
-def test_barriers_leave_nothing_in_the_store(pool):
-    for few, many in pool.run(barriers, world=2):
-        assert many <= few
 
 
 def meets_alone():

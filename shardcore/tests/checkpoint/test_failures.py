@@ -127,7 +127,7 @@ def test_the_ranks_differ(pool, tmp_path):
 def only_one_calls(folder):
     training, rank = Training({"tp": 2}), dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_barrier, "_timeout", lambda: 0.5)
+        patch.setattr(store_barrier, "limit_of_waiting", lambda: 0.5)
         for caller, call in ((0, training.save), (1, training.load)):
             if rank == caller:
                 with pytest.raises(

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from peft import get_peft_model_state_dict
 from torch import Tensor
 
-from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
-from shardcore.weights.gathering import Transport
 from shardcore_transformers._saving import writer_of
+from shardcore_transformers.writing import Transport, WriterBarrier
 
 _NO_CONVERSION = (
     "save_pretrained(path_initial_model_for_weight_conversion=...) of a sharded model: PEFT loads the initial adapter "
@@ -49,7 +48,7 @@ def save_adapters(
     except Exception as error:  # told to the others, and raised by writer_of
         failure = error
     ranks = tuple(int(rank) for rank in context.mesh.mesh.flatten())
-    barrier = StoreBarrier.wait(ranks, _report(tensors, is_main_process, failure), "PeftModel.save_pretrained")
+    barrier = WriterBarrier.wait(ranks, _report(tensors, is_main_process, failure), "PeftModel.save_pretrained")
     writer = writer_of(barrier.reports, failure)
     transport = Transport(tensors, writer)
     if dist.get_rank() != writer:

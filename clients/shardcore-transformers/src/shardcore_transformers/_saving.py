@@ -5,7 +5,7 @@ tensor and in which order the parts travel; so nothing is gathered but the weigh
 only, the *writer*. It holds one file at a time, the others never more than a part on its way. Everything that is not
 weights (configurations, custom code, model card, upload) is written by transformers, on the writer.
 
-How the ranks meet is in `shardcore.agree.store_barrier`, how the parts travel in `shardcore.weights.gathering`,
+How the ranks meet and how the parts travel is in `writing`,
 how transformers is called in `_native`, and how an earlier checkpoint gives way to the new one in `_placing`.
 """
 
@@ -28,14 +28,13 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from shardcore._private import SAVING, require
-from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.comm.dtensor_params import local_tensor
 from shardcore.comm.parts import check_parts
 from shardcore.errors import AgreementError, ConfigError, NotSupportedError
 from shardcore.mesh.context import ShardContext, division_of
-from shardcore.weights.gathering import Transport
 from shardcore_transformers import _private
 from shardcore_transformers._native import Call
+from shardcore_transformers.writing import Transport, WriterBarrier
 
 
 def save_pretrained(
@@ -77,13 +76,13 @@ def save_pretrained(
     except Exception as error:  # told to the others, and raised by writer_of
         failure = error
     ranks = tuple(int(rank) for rank in context.mesh.mesh.flatten())
-    barrier = StoreBarrier.wait(ranks, _report(call.arguments, plan, failure), "save_pretrained")
+    barrier = WriterBarrier.wait(ranks, _report(call.arguments, plan, failure), "save_pretrained")
     writer = writer_of(barrier.reports, failure)
     assert plan is not None
     _carry_out(call, plan, barrier, writer)
 
 
-def _carry_out(call: Call, plan: Plan, barrier: StoreBarrier, writer: int) -> None:
+def _carry_out(call: Call, plan: Plan, barrier: WriterBarrier, writer: int) -> None:
     """Write on the writer, and on the others send it what it lacks; returns when all is written."""
     transport = Transport(plan.tensors, writer, reuses=not plan.whole)
     if dist.get_rank() == writer:
@@ -134,7 +133,7 @@ def writer_of(reports: Mapping[int, Mapping[str, Any]], failure: Exception | Non
     return writers[0]
 
 
-def _write(call: Call, plan: Plan, transport: Transport, barrier: StoreBarrier) -> None:
+def _write(call: Call, plan: Plan, transport: Transport, barrier: WriterBarrier) -> None:
     if plan.whole:
         (names,) = plan.files.values()
         _write_whole(call, transport.gather(names, barrier.proceed))

@@ -101,9 +101,8 @@ def arguments_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _crossing(metadata: StageMetadata, stage: Stage, position: str) -> Numbers:
     """Return how much arrives at a stage, and how much leaves it, for a micro-batch."""
     found: Numbers = Counter()
-    ends = (("arrives", stage.index - 1), ("leaves", stage.index))
-    for end, number in ends:
-        values = metadata.boundaries[number].values if 0 <= number < len(metadata.boundaries) else ()
+    for end, receiver in (("arrives", stage.index), ("leaves", stage.index + 1)):
+        values = metadata.sent(receiver)
         found[end, position, "count"] = len(values)
         found[end, position, "bytes"] = sum(value.nbytes for value in values)
     return found
@@ -126,8 +125,8 @@ class _Run:
         self._stepper = Stepper(model, workload)
         self._feed: list[dict[str, Any]] = []
         self._left: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        self._arrives = [self._buffers(stage.index - 1, requires_grad=self._trains) for stage in engine.stages]
-        self._returns = [self._buffers(stage.index) if self._trains else [] for stage in engine.stages]
+        self._arrives = [self._buffers(stage.index, requires_grad=self._trains) for stage in engine.stages]
+        self._returns = [self._buffers(stage.index + 1) if self._trains else [] for stage in engine.stages]
 
     def watched(self, rows: int, watch: Watch, places: Places) -> Numbers:
         """Run two steps, and return what was seen in the second."""
@@ -203,11 +202,9 @@ class _Run:
         sum_partial(self._model)
         self._engine.shared.add(self._engine.ranks.group)
 
-    def _buffers(self, crossing: int, *, requires_grad: bool = False) -> list[list[Tensor]]:
-        """Return what receives the values of a crossing, for the micro-batches that run."""
-        if not 0 <= crossing < len(self._metadata.boundaries):
-            return []
-        values = self._metadata.boundaries[crossing].values
+    def _buffers(self, receiver: int, *, requires_grad: bool = False) -> list[list[Tensor]]:
+        """Return what receives what is sent to a stage, for the micro-batches that run."""
+        values = self._metadata.sent(receiver)
         return [
             [torch.empty(v.shape, dtype=v.dtype, requires_grad=requires_grad and v.requires_grad) for v in values]
             for _ in range(_SEEN)

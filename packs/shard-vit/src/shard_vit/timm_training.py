@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from shardcore.agree.store_barrier import StoreBarrier
 from shardcore.comm.parts import check_parts, part_of
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.axes import host_group
 from shardcore.mesh.context import context_of, division_of, unwrapped
-from shardcore.weights.gathering import Transport
+from shardcore_transformers.writing import Transport, WriterBarrier
 
 #: What a saver remembers of the files that it has written.
 _HISTORY = ("checkpoint_files", "best_epoch", "best_metric", "curr_recovery_file", "prev_recovery_file")
@@ -95,7 +94,7 @@ class CheckpointSaver(timm.utils.CheckpointSaver):  # type: ignore[misc]  # timm
         own = [*states, {} if models is None else self.optimizer.state_dict()]
         parts = dict(_parts(own))
         check_parts(parts)
-        meeting = StoreBarrier.wait(ranks, {}, f"CheckpointSaver.{native.__name__}")
+        meeting = WriterBarrier.wait(ranks, {}, f"CheckpointSaver.{native.__name__}")
         transport = Transport(parts, ranks[0])
         answer: list[Any] = [None, None]
         if dist.get_rank() == ranks[0]:

@@ -1,30 +1,25 @@
-"""All ranks of a model in one call, and one of them that the others follow.
+"""All ranks of a model in one call.
 
 They meet in the store of the process group, not in a collective, so that a rank which does not come is named instead of
-waited for. The one that is followed, the *writer*, tells its progress there too, so that its failure reaches all; and
-while it writes, however slowly, a thread of it counts in the store, so that one that was killed or stopped is noticed.
+waited for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
-from shardcore.errors import AgreementError, MissingRanksError
+from shardcore.errors import MissingRanksError
 from shardcore.mesh.axes import time_limit
 
-_POLL = 0.05  # seconds between two looks into the store, at most
-_BEAT = 1.0  # seconds between two signs of life of the writer, at most
-_FAREWELL = 30.0  # seconds that the writer waits for others to hear its last word, at most: one may have been killed
+POLL = 0.05  # seconds between two looks into the store, at most
 
 
 @dataclass(slots=True)
@@ -34,8 +29,6 @@ class StoreBarrier:
     store: Store
     name: str  # the prefix of its keys
     reports: dict[int, dict[str, Any]]  # what each global rank brought, in the order of the mesh
-    others: int  # how many ranks follow the writer
-    step: int = 0  # how often the writer has told the others to go on
 
     @classmethod
     def wait(
@@ -45,7 +38,7 @@ class StoreBarrier:
         call: str = "save_pretrained",
         patience: float | None = None,
         lost: str = "",
-    ) -> StoreBarrier:
+    ) -> Self:
         """Wait until all ``ranks`` are here, in the same ``call``.
 
         They are waited for as long as a collective would wait, or for ``patience`` in seconds; ``lost`` is the error,
@@ -59,7 +52,7 @@ class StoreBarrier:
         """
         store = dist.distributed_c10d._get_default_store()  # the only store that every process group has
         base = f"shardcore/{call}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        patience = _timeout() if patience is None else patience
+        patience = limit_of_waiting() if patience is None else patience
         begin = time.monotonic()
         end = begin + patience
         while True:
@@ -67,79 +60,13 @@ class StoreBarrier:
             missing, brought = _attend(store, base, name, ranks, json.dumps(report), end, call)
             if not missing:
                 reports = {rank: json.loads(text) for rank, text in zip(ranks, brought, strict=True)}
-                return cls(store, name, reports, len(ranks) - 1)
+                return cls(store, name, reports)
             if dist.get_rank() not in missing:
                 ranks_lost, waited = ", ".join(map(str, missing)) or "another one", time.monotonic() - begin
                 text = (lost or _LOST).format(
                     ranks=ranks_lost, call=call, all=len(ranks), waited=waited, limit=patience
                 )
                 raise MissingRanksError(text, missing)
-
-    def proceed(self) -> None:
-        """On the writer: tell the others to go on."""
-        self.store.set(f"{self.name}/step{self.step}", "")
-        self.step += 1
-
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """On the writer: give signs of life, and tell the others of the end, or of an error; returns when all know.
-
-        Without torchrun the store ends with the process of the first rank, which may be the writer.
-        """
-        done = threading.Event()
-        beat = threading.Thread(target=self._beat, args=(done,), daemon=True)
-        beat.start()
-        try:
-            yield
-        except BaseException as error:  # an interrupt too: the others wait
-            self.store.set(f"{self.name}/step{self.step}", f"{type(error).__name__}: {error}")
-            self.step += 1
-            raise
-        else:
-            self.proceed()
-        finally:
-            done.set()
-            beat.join()
-            self._see_off()
-
-    def _see_off(self) -> None:
-        end = time.monotonic() + _FAREWELL
-        # A store that is gone says so where it is used: here it would hide what the writer failed of.
-        with contextlib.suppress(RuntimeError, OSError):
-            while self.store.add(f"{self.name}/followed", 0) < self.step * self.others and time.monotonic() < end:
-                time.sleep(_POLL / 10)
-
-    def _beat(self, done: threading.Event) -> None:
-        while not done.wait(_BEAT):
-            try:
-                self.store.add(f"{self.name}/beat", 1)
-            except (RuntimeError, OSError):  # the store is gone; the call that saves finds out by itself
-                return
-
-    def follow(self, writer: int) -> None:
-        """On the other ranks: wait until the ``writer`` has taken its next step.
-
-        Raises:
-            AgreementError: it failed.
-            MissingRanksError: for as long as the timeout of the process group it gave no sign of life.
-        """
-        key = f"{self.name}/step{self.step}"
-        patience, beats = _timeout(), -1
-        while True:
-            end = time.monotonic() + patience
-            while not _wait(self.store, key, min(end, time.monotonic() + _BEAT)):
-                known, beats = beats, self.store.add(f"{self.name}/beat", 0)
-                if beats != known:
-                    break
-                if time.monotonic() > end:
-                    raise MissingRanksError(_GONE.format(writer=writer, seconds=patience), (writer,))
-            else:
-                break
-        self.step += 1
-        error = self.store.get(key).decode()
-        self.store.add(f"{self.name}/followed", 1)
-        if error:
-            raise AgreementError(f"rank {writer} failed to save the model. Its error: {error}")
 
 
 _LOST = (
@@ -148,14 +75,8 @@ _LOST = (
     "(outside any `if rank == 0`)."
 )
 
-_GONE = (
-    "rank {writer}, which writes the model for all, has given no sign of life for {seconds:g} s (the timeout of the "
-    "process group): it was killed or stopped, or cannot be reached. The folder holds the earlier checkpoint, or the "
-    "new one; start the job again."
-)
 
-
-def _timeout() -> float:
+def limit_of_waiting() -> float:
     """Return the timeout of the default process group, in seconds."""
     limit = time_limit()
     return default_pg_timeout.total_seconds() if limit is None else limit.total_seconds()
@@ -175,11 +96,11 @@ def _attend(
             _forget(store, f"{base}/{int(name.rpartition('/')[2]) - 1}", ranks)
     came = False
     try:
-        came = _wait(store, outcome, end)
+        came = wait_for(store, outcome, end)
     finally:
         if not came:
             _decide(store, base, name, [rank for rank in ranks if not store.check([f"{name}/{rank}"])])
-    if not came and not _wait(store, outcome, time.monotonic() + _timeout()):
+    if not came and not wait_for(store, outcome, time.monotonic() + limit_of_waiting()):
         raise MissingRanksError(f"{call}: a rank was lost while the ranks met. Nothing was written.")
     absent, told = json.loads(store.get(outcome))
     return absent, told * len(ranks) if len(told) == 1 else told
@@ -205,12 +126,12 @@ def _forget(store: Store, name: str, ranks: Sequence[int]) -> None:
         step += 1
 
 
-def _wait(store: Store, key: str, end: float) -> bool:
+def wait_for(store: Store, key: str, end: float) -> bool:
     """Tell whether ``key`` is there before the time ``end``; looks again and again, since a store blocks in waits."""
-    pause = _POLL / 50
+    pause = POLL / 50
     while not store.check([key]):
         if time.monotonic() > end:
             return False
         time.sleep(pause)
-        pause = min(2 * pause, _POLL)
+        pause = min(2 * pause, POLL)
     return True

@@ -117,9 +117,9 @@ class ShardConfig:
         check_inputs_every: tensor-parallel ranks compare the inputs of the first three calls, of the fourth,
             eighth, sixteenth and so on, of each call whose number this divides, and what the next generation begins
             with: another batch on each rank is an error on all of them. 0: never.
-        fp8_communication: between tensor-parallel ranks activations travel in 8 bits (e4m3, their gradients in e5m2)
-            with a scale for each part: half the bytes of bfloat16, and what travels is rounded. Outputs, losses,
-            weights and their gradients travel as they are.
+        fp8_communication: activations between tensor-parallel ranks and between stages (e4m3, their gradients in e5m2),
+            and parameters that FSDP2 gathers, travel in 8 bits with a scale for each part: half the bytes of bfloat16,
+            rounded. Outputs, losses and gradients of parameters travel as they are.
         partial_gradients: ``"in_backward"`` sums the partial gradients of replicated parameters inside each backward;
             ``"deferred"`` leaves them to one `shardcore.reduce_partial_gradients` for each step.
 

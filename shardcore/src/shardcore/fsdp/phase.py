@@ -31,9 +31,12 @@ from shardcore.nn.experts.expert_parallel import ExpertParallel
 from shardcore.plan import ShardPlan
 from shardcore.plan.shard_plan import ModelPhase
 from shardcore.policy import Stages
+from shardcore.transfer.fp8 import Fp8Gather
 
 
-def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages | None, **options: Any) -> None:
+def apply_data_parallel(
+    model: nn.Module, context: ShardContext, stages: Stages | None, *, fp8: bool = False, **options: Any
+) -> None:
     """Apply FSDP2 to every block and to the rest of ``model``, in place.
 
     Without replicas it does nothing, unless ``options`` say what it is to do besides, such as computing in bfloat16.
@@ -43,7 +46,7 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     model may be called by itself afterwards (`shardcore.fsdp.units`).
 
     The model was sharded along ``tp`` before. ``stages`` names the list of blocks; without it the model is wrapped as
-    one. ``options`` are those of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
+    one, and with ``fp8`` parameters are gathered in 8 bits. ``options`` are those of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
     ``shard_placement_fn``, which is not asked about fused weights).
     """
     sizes = Sizes.of(context.parameters)
@@ -69,10 +72,12 @@ def apply_data_parallel(model: nn.Module, context: ShardContext, stages: Stages 
     experts = [module for module in model.modules() if isinstance(module, ExpertParallel)]
     meet = None if is_alone() or mesh.size() == 1 else SameUnits(model, mesh, gathers=gathers)
     for unit in prepare_units(model, [*experts, *blocks], meet=meet):
+        over, given = mesh, options
         if isinstance(unit.module, ExpertParallel) and context.experts is not None:
-            fully_shard(unit.module, mesh=context.experts[wide], **_of_experts(unit.module, options))
-        else:
-            wrap(unit.module, mesh=mesh, **options)
+            over, given = context.experts[wide], _of_experts(unit.module, options)
+        wrapped = wrap(unit.module, mesh=over, **given)
+        if fp8 and gathers and over.size(-1) > 1:
+            wrapped.set_custom_all_gather(Fp8Gather())
         unit.watch()
     model.__dict__["__deepcopy__"] = _refuse_to_be_copied  # of the instance: FSDP2's class has its own
 
@@ -267,7 +272,7 @@ class Fsdp(ModelPhase):
         """Wrap the sharded model and re-point the optimizer."""
         assert context is not None  # or else it does not run
         if self._wrap:
-            apply_data_parallel(self._model, context, plan.stages, **self._options)
+            apply_data_parallel(self._model, context, plan.stages, fp8=plan.config.fp8_communication, **self._options)
         if self._optimizer is not None:
             held = self._outer.named_parameters(remove_duplicate=False)
             new = {self._first.get(name, name): parameter for name, parameter in held}

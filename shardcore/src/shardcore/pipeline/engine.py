@@ -80,7 +80,7 @@ class Pipeline:
         self._size = config.microbatch_size
         self._number = None if self._size is not None else config.num_microbatches or 2 * self.ranks.size
         self._of = self._schedule.ranks(len(cut), self.ranks.size)
-        self.tracer = StageTracer(model, cut, self._device, dtype)
+        self.tracer = StageTracer(model, cut, self._device, dtype, fp8=config.fp8_communication)
         self.shared = SharedParameters.of(model, cut, self._of)
         set_division(model, _division(model, self.ranks.rank))
         # The context defers them for the sake of the schedule, not of the user.
@@ -287,9 +287,9 @@ class Pipeline:
 
     def _safe(self, stage: Stage, metadata: StageMetadata) -> SafeStage:
         number = torch.empty(1, dtype=torch.int64, device="meta")
-        arrives = metadata.boundaries[stage.index - 1].values if stage.index else (number,)
+        arrives = metadata.sent(stage.index) or (number,)
         loss = form_of(torch.empty((), dtype=metadata.loss))
-        leaves = (loss,) if stage.is_last else metadata.boundaries[stage.index].values
+        leaves = (loss,) if stage.is_last else metadata.sent(stage.index + 1)
         module = StageModule(functools.partial(self._run, stage, metadata), stage.parameters, begins=stage.index == 0)
         return SafeStage(module, stage.index, len(self.cut), arrives, leaves, self._device, self.ranks.group)
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from shardcore.nn.libraries import ask
 from shardcore.nn.loss.logits import VocabParallelLogits
 from shardcore.pipeline.losses import Reduction
+from shardcore.transfer.fp8 import Fp8Wire
 
 #: NaN stands for a value that another stage computes, wherever the forward asks for it: whatever it reaches shows it.
 PROBE = math.nan
@@ -103,6 +104,7 @@ class StageMetadata:
         missing: which leaves of the model's output the last stage does not have: earlier stages compute them.
         loss: the dtype of the loss, float32 at least; None where nobody said how it is computed.
         reductions: what the loss is made of; nothing where no loss function of torch has made it.
+        fp8: what crosses travels in 8 bits.
     """
 
     outputs: Mapping[str, tuple[Any, ...]]
@@ -110,3 +112,9 @@ class StageMetadata:
     missing: tuple[int, ...]
     loss: torch.dtype | None = None
     reductions: tuple[Reduction, ...] = ()
+    fp8: bool = False
+
+    def sent(self, stage: int) -> tuple[Tensor, ...]:
+        """Return the forms of what is sent to a stage; nothing where none is sent."""
+        values = self.boundaries[stage - 1].values if 0 < stage <= len(self.boundaries) else ()
+        return tuple(map(Fp8Wire.form, values)) if self.fp8 else values

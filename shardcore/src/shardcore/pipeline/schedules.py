@@ -77,7 +77,7 @@ def forward_only(
         travels: list[dist.P2POp] = []
         for index, number in running:
             after = index + 1
-            forms = metadata.boundaries[index].values if after < len(ranks) else ()
+            forms = metadata.sent(after)
             if index in own:
                 leaving: Sequence[Tensor] = ()
                 if failure is None:

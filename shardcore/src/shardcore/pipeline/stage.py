@@ -14,6 +14,7 @@ from shardcore.pipeline.metadata import PROBE, StageMetadata, answered, captured
 from shardcore.pipeline.passing import BoundaryReached
 from shardcore.pipeline.pruning import CallHandler, intercept, parts_of, prune, tensors_below
 from shardcore.plan.cut import Cut
+from shardcore.transfer.fp8 import Fp8Wire
 
 # On a tensor that stands for one of another stage: what arrived from there. A block that is recomputed in the backward
 # is called with the same tensors again, when the stage may be at other arguments.
@@ -139,12 +140,14 @@ class Stage:
         Returns:
             What crosses to the next stage, a tuple of tensors; of the last stage the output of the model.
         """
+        if metadata.fp8 and arrived:
+            arrived = Fp8Wire.receive(arrived, metadata.boundaries[self.index - 1].values)
         forward = _StageForward(self, arrived, metadata, begins)
         before, self._handlers[:] = list(self._handlers), [forward]
         try:
             return self.model(**arguments)
         except BoundaryReached:
-            return forward.leaving
+            return Fp8Wire.send(forward.leaving) if metadata.fp8 else forward.leaving
         finally:
             self._handlers[:] = before
 

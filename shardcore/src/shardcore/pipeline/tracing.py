@@ -41,12 +41,19 @@ class StageTracer:
         cut: how it is cut.
         device: where it runs.
         dtype: in which it will compute, where FSDP2 will cast the inputs of the model and of its blocks.
+        fp8: what crosses will travel in 8 bits.
     """
 
     def __init__(
-        self, model: nn.Module, cut: Cut, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        cut: Cut,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        *,
+        fp8: bool = False,
     ) -> None:
-        self.cut, self.device = cut, device
+        self.cut, self.device, self._fp8 = cut, device, fp8
         self._of, self._model, self._dtype = model, meta_copy(model, dtype), dtype
         self._configs: dict[int, Any] = {}  # by identity
         for module, copied in zip(model.modules(), self._model.modules(), strict=True):
@@ -150,7 +157,9 @@ class StageTracer:
                 )
         missing = {place for place, leaf in enumerate(tree_flatten(out)[0]) if is_probe(leaf)}
         missing |= self._unlike(arguments, passed, out)
-        metadata = StageMetadata(outputs=outputs, boundaries=tuple(boundaries), missing=tuple(sorted(missing)))
+        metadata = StageMetadata(
+            outputs=outputs, boundaries=tuple(boundaries), missing=tuple(sorted(missing)), fp8=self._fp8
+        )
         return metadata, out
 
     def _as(self, passing: Passing, arguments: Mapping[str, Any]) -> Any:
