@@ -46,8 +46,8 @@ def apply_data_parallel(
     model may be called by itself afterwards (`shardcore.fsdp.units`).
 
     The model was sharded along ``tp`` before. ``stages`` names the list of blocks; without it the model is wrapped as
-    one, and with ``fp8`` parameters are gathered in 8 bits. ``options`` are those of ``fully_shard`` (``mp_policy``, ``offload_policy``, ``reshard_after_forward``,
-    ``shard_placement_fn``, which is not asked about fused weights).
+    one. With ``fp8`` parameters are gathered in 8 bits. ``options`` are those of ``fully_shard`` (``mp_policy``,
+    ``offload_policy``, ``reshard_after_forward``, ``shard_placement_fn``, which is not asked about fused weights).
     """
     sizes = Sizes.of(context.parameters)
     if sizes.replicas == 1 and not options:
