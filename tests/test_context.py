@@ -9,7 +9,7 @@ import torch
 
 import shardcore
 from shardcore._torch import CAN_PIPELINE
-from shardcore.errors import PlanError
+from shardcore.errors import NotSupportedError, PlanError
 from shardcore_shardformer import Booster, HybridParallelPlugin
 from shardcore_testing import no_float32_islands
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
@@ -44,6 +44,17 @@ _SERVED = {
     "BertForSequenceClassification": _NO_DROPOUT,
     "ModernBertForMaskedLM": {"local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
 }
+#: Two stacks, of which the second attends to all of the first: unequal numbers of heads, and no dropout.
+_TWO_STACKS = {
+    "d_model": 48,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 40),
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 4,
+    "dropout": 0.0,
+}
+_SERVED["BartForConditionalGeneration"] = _TWO_STACKS
+
 #: Class -> its configuration, and why nothing is divided.
 _REFUSED = {
     "T5ForConditionalGeneration": (
@@ -240,3 +251,29 @@ def _staged(name, options):
 @no_float32_islands()
 def test_masked_words_in_stages(pool):
     pool.run(_staged, "RobertaForMaskedLM", {**_NO_DROPOUT, "pad_token_id": 0}, world=4)
+
+
+@pytest.mark.skipif(not CAN_PIPELINE, reason="pipelines need torch 2.13")
+@no_float32_islands()
+def test_two_stacks_in_stages(pool):
+    pool.run(_staged, "BartForConditionalGeneration", _TWO_STACKS, world=4)
+
+
+def _two_stacks(fields):
+    """Both stacks are divided: one each of all attentions, and what the encoder captured has all tokens."""
+    _same(["BartForConditionalGeneration"], fields)
+    reference = _build("BartForConditionalGeneration", {**_SIZES, **_TWO_STACKS})
+    sharded = shardcore.shard(copy.deepcopy(reference), **fields)
+    inputs = _inputs(reference, left=False)
+    inputs["labels"] = inputs["labels"][:, :23].contiguous()
+    wanted, got = (model(**inputs, output_hidden_states=True) for model in (reference, sharded))
+    for name in ("encoder_hidden_states", "decoder_hidden_states"):
+        assert_close(torch.stack(wanted[name]), torch.stack(got[name]), name)
+    with pytest.raises(NotSupportedError, match="use_cache=True under context parallelism"):
+        sharded(**inputs, use_cache=True)
+
+
+@pytest.mark.parametrize("fields", [{"cp": 3, "context_parallel_mode": "ring_attn"}, {"cp": 2, "tp": 2}], ids=str)
+@no_float32_islands()
+def test_two_stacks(pool, fields):
+    pool.run(_two_stacks, fields, world=3 if "tp" not in fields else 4)

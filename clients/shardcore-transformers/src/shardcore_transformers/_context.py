@@ -7,6 +7,7 @@ what transformers would make a tensor of S x S of, and that of the attention ask
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shardcore.errors import NotSupportedError
-from shardcore.nn.context.shard import ContextShard, DividedAttention, shard_of
+from shardcore.nn.context.shard import ContextShard, DividedAttention, crosses, shard_of
 from shardcore_transformers._attention import own_configurations
 from shardcore_transformers._blocks import TokenMask
 from shardcore_transformers._divided import attend
@@ -32,6 +33,12 @@ _SOFTCAP = "softcap"
 
 #: The name by which the code of models knows the table.
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
+
+
+_OTHER = (
+    "a mask of more keys than tokens, or by a function of the caller's own, under context parallelism: shard without "
+    "context_parallel_size"
+)
 
 
 class _Mask(TokenMask):
@@ -51,13 +58,16 @@ class _Mask(TokenMask):
 
     def block(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return what tokens at these positions see, as booleans."""
+        if self._how["kv_length"] != self._how["q_length"]:
+            raise NotSupportedError(_OTHER)
+        return self.across(queries, keys)
+
+    def across(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return what tokens at these positions see of states at others, which may be those of another stack."""
         how = self._how
         function, padding = how["mask_function"], how.get("attention_mask")
-        if how["kv_length"] != how["q_length"] or how.get("use_vmap"):
-            raise NotSupportedError(
-                "a mask of more keys than tokens, or by a function of the caller's own, under context parallelism: "
-                "shard without context_parallel_size"
-            )
+        if how.get("use_vmap"):
+            raise NotSupportedError(_OTHER)
         if padding is not None:
             function = masking_utils.and_masks(function, masking_utils.padding_mask_function(padding))
         rows = torch.arange(how["batch_size"], device=queries.device)
@@ -138,11 +148,27 @@ def _attention_function(inner: str) -> Callable[..., tuple[Tensor, None]]:
             mask = attention_mask.whole() if isinstance(attention_mask, _Mask) else attention_mask
             native = _native(inner, module)
             return native(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)  # type: ignore[no-any-return]
+        if crosses(module):
+            mask = _rows(inner, shard, attention_mask, query, key)
+            return _native(inner, module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)  # type: ignore[no-any-return]
         return _divided(
             inner, shard, module, (query, key, value), attention_mask, scaling=scaling, dropout=dropout, **kwargs
         ), None
 
     return attention
+
+
+def _rows(inner: str, shard: ContextShard, mask: Any, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return what this rank's tokens see of the states of another stack, of which it has all."""
+    places = shard.now
+    assert places is not None  # or else nothing is divided
+    if isinstance(mask, Tensor):
+        return shard.own(mask, places, -2)
+    if mask is None or mask.kind == "full":
+        return None
+    count = functools.partial(torch.arange, device=query.device)
+    own = torch.cat([count(start, stop) for start, stop in places.ranks[shard.rank]])
+    return _as(inner, mask.across(own, count(key.size(2))), query)
 
 
 def _divided(
@@ -219,6 +245,8 @@ def _defining(cls: type) -> type:
 class _Context(DividedAttention):
     arguments: Mapping[str, int | None] = {
         "attention_mask": None,
+        "encoder_attention_mask": None,
+        "encoder_hidden_states": None,
         "cache_position": -1,
         "position_embeddings": -2,
         "position_ids": -1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -71,9 +72,11 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "collectives": (3, 3),
         "sharded": ("q_proj", "out_proj", "fc1", "fc2", "embed_tokens"),
         "refuses": (dict.fromkeys(_HEADS, 1), *([{"use_prompt": True}] if prompted else [])),
-        "supports": Supports(sequence=True, captured=_BOTH),
+        "supports": Supports(sequence=True, context=True, captured=_BOTH),
         **fields,
     }
+    if kind.startswith("Mvp"):  # it computes attention by itself
+        settings["supports"] = replace(settings["supports"], context=False)
     return Case(name=name, build=partial(build, kind, **settings.pop("usual", {})), **settings)
 
 
@@ -88,7 +91,9 @@ def _family(
         _case(
             f"{prefix}{'translation' if words == 'MTModel' else 'conditional_generation'}",
             f"{family}{words}",
-            supports=Supports(sequence=True, captured=_BOTH, generation=True, tensor_parallel=(1, 2, 3, 4)),
+            supports=Supports(
+                sequence=True, context=True, captured=_BOTH, generation=True, tensor_parallel=(1, 2, 3, 4)
+            ),
             usual={**usual, **_TWELVE},
         ),
         _case(
@@ -102,7 +107,7 @@ def _family(
         _case(
             f"{prefix}causal_lm",
             f"{family}ForCausalLM",
-            supports=Supports(sequence=True, captured=_DECODER, generation=True),
+            supports=Supports(sequence=True, context=True, captured=_DECODER, generation=True),
             usual=usual,
         ),
     ]
@@ -131,7 +136,7 @@ def cases() -> list[Case]:
         _case(
             "marian_two_vocabularies",
             "MarianMTModel",
-            supports=Supports(sequence=True, captured=_BOTH, generation=True),
+            supports=Supports(sequence=True, context=True, captured=_BOTH, generation=True),
             usual={**scaled, **apart},
         ),
         *_family("Pegasus", "pegasus_", **scaled),

@@ -56,22 +56,26 @@ class BartPolicy(BaseModelPolicy):
         return {
             self.base: [vocab("shared", optional=True)],
             **(encoder if hasattr(self.base, "encoder") else {}),
-            f"{family}Decoder": [enter_arg("", "encoder_hidden_states"), *self.stack(cross_attentions="heads")],
+            f"{family}Decoder": [
+                enter_arg("", "encoder_hidden_states"),
+                *self.stack("encoder_attn", cross_attentions="heads"),
+            ],
             f"{family}DecoderLayer": [*self.block(), *self.attention("encoder_attn")],
             f"{family}Attention": [attribute(size, per_rank) for size in self.sizes],
             **self.heads(),
         }
 
-    def stack(self, **captured: Any) -> list[Rule]:
+    def stack(self, crosses: str = "", **captured: Any) -> list[Rule]:
         """Return the rules of a stack of blocks."""
         last = "layer_norm" if hasattr(self.base.decoder, "layer_norm") else "layers[-1]"
+        heads = "layers.0.self_attn.num_heads"  # encoder and decoder may have different numbers
         return [
             vocab("embed_tokens"),
             replicate("embed_positions"),
             norm("layernorm_embedding", "layer_norm", optional=True),
             layer_drop("layerdrop"),
-            sequence(scatter="layers[0]", gather=last),
-            outputs(attentions="heads", hidden_states="sequence", heads="layers.0.self_attn.num_heads", **captured),
+            sequence(scatter="layers[0]", gather=last, attention="self_attn", cross_attention=crosses, heads=heads),
+            outputs(attentions="heads", hidden_states="sequence", heads=heads, **captured),
         ]
 
     def block(self) -> list[Rule]:

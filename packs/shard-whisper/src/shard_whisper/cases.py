@@ -99,14 +99,16 @@ def cases() -> list[Case]:
     six: dict[str, Any] = {"usual": {"d_model": 48, **dict.fromkeys(_HEADS, 6)}}
     # transformers 4 gives the encoder's states to the layers by keyword. A reentrant checkpoint does not see them, and
     # the second layer goes backwards through the encoder again, which raises in the unsharded model too.
-    speech = Supports(sequence=True, captured=_STACKS, generation=True, reentrant=not _OLD)
-    text = Supports(sequence=True, captured=("attentions", "cross_attentions", "hidden_states"), generation=True)
-    sound = Supports(sequence=True, captured=("attentions", "hidden_states"))
+    speech = Supports(sequence=True, context=True, captured=_STACKS, generation=True, reentrant=not _OLD)
+    text = Supports(
+        sequence=True, context=True, captured=("attentions", "cross_attentions", "hidden_states"), generation=True
+    )
+    sound = Supports(sequence=True, context=True, captured=("attentions", "hidden_states"))
     decoder: dict[str, Any] = {"layers": "model.decoder.layers", "collectives": (3, 3)}
     bare: dict[str, Any] = {
         "loss": hidden_loss,
         "outputs": ("encoder_last_hidden_state",),
-        "supports": Supports(sequence=True, captured=_STACKS, reentrant=not _OLD),
+        "supports": Supports(sequence=True, context=True, captured=_STACKS, reentrant=not _OLD),
     }
     # Its weights of the layers fit one number of layers: as a case of its own it could not lose one.
     weighted = {**_ATTENTION, "use_weighted_layer_sum": (False, True)}

@@ -42,7 +42,7 @@ class MoonshinePolicy(BaseModelPolicy):
             "MoonshineDecoder": [
                 vocab("embed_tokens"),
                 enter_arg("", "encoder_hidden_states"),
-                *self.stack("norm", cross_attentions="heads"),
+                *self.stack("norm", "encoder_attn", cross_attentions="heads"),
             ],
             "MoonshineDecoderLayer": [
                 *self.block(),
@@ -58,12 +58,12 @@ class MoonshinePolicy(BaseModelPolicy):
         """The attribute of a configuration that counts the heads of both stacks; releases name it for either."""
         return str(self.model.config.attribute_map["num_key_value_heads"])
 
-    def stack(self, last: str, **captured: Any) -> list[Rule]:
+    def stack(self, last: str, crosses: str = "", **captured: Any) -> list[Rule]:
         """Return the rules that encoder and decoder share."""
         heads = f"layers.0.self_attn.config.{self.count}"
         return [
             norm(last),
-            sequence(scatter="layers[0]", gather=last),
+            sequence(scatter="layers[0]", gather=last, attention="self_attn", cross_attention=crosses, heads=heads),
             outputs(attentions="heads", hidden_states="sequence", heads=heads, **captured),
         ]
 

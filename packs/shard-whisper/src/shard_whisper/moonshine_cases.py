@@ -63,7 +63,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "sharded": ("self_attn.q_proj", "encoder_attn.o_proj", "fc1", "fc2"),
         "refuses": ({"heads": 7, "hidden_size": 56},),
         "collectives": (3, 4),  # one more is that of the bias of gates and features together
-        "supports": Supports(sequence=True, captured=_STACKS),
+        "supports": Supports(sequence=True, context=True, captured=_STACKS),
         **fields,
     }
     return Case(name=name, build=partial(build, kind), **settings)

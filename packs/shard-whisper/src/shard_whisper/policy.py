@@ -44,7 +44,7 @@ class WhisperPolicy(BaseModelPolicy):
             "WhisperEncoderLayer": self.block(),
         }
         decoder: ModulePolicy = {
-            "WhisperDecoder": [*words, *self.stack(cross_attentions="heads")],
+            "WhisperDecoder": [*words, *self.stack("encoder_attn", cross_attentions="heads")],
             "WhisperDecoderLayer": [*self.block(), *self.attention("encoder_attn")],
         }
         return {
@@ -54,14 +54,17 @@ class WhisperPolicy(BaseModelPolicy):
             **self.heads(),
         }
 
-    def stack(self, **captured: Any) -> list[Rule]:
+    def stack(self, crosses: str = "", **captured: Any) -> list[Rule]:
         """Return the rules that encoder and decoder share."""
+        heads = "layers.0.self_attn.num_heads"  # encoder and decoder may have different numbers
         return [
             replicate("embed_positions"),
             layer_drop("layerdrop"),
             norm("layer_norm"),
-            sequence(scatter="layers[0]", gather="layer_norm"),
-            outputs(attentions="heads", hidden_states="sequence", heads="layers.0.self_attn.num_heads", **captured),
+            sequence(
+                scatter="layers[0]", gather="layer_norm", attention="self_attn", cross_attention=crosses, heads=heads
+            ),
+            outputs(attentions="heads", hidden_states="sequence", heads=heads, **captured),
         ]
 
     def block(self) -> list[Rule]:

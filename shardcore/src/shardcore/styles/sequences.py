@@ -8,12 +8,19 @@ from typing import Any
 from torch import nn
 
 from shardcore.plan.steps.tokens import DivideTokens, ShardSequence
-from shardcore.policy import Rule, Scope, Word
-from shardcore.styles._finding import argument_of, names_of, written
+from shardcore.policy import HeadCounts, Rule, Scope, Word
+from shardcore.styles._finding import argument_of, heads_of, names_of, written
 
 
 def sequence(
-    *, scatter: str, gather: str, stack: str = "", attention: tuple[str, ...] | str = (), optional: bool = False
+    *,
+    scatter: str,
+    gather: str,
+    stack: str = "",
+    attention: tuple[str, ...] | str = (),
+    cross_attention: str = "",
+    heads: str | None = None,
+    optional: bool = False,
 ) -> Rule:
     """Split activations along the sequence between modules of a stack of blocks.
 
@@ -29,6 +36,8 @@ def sequence(
         attention: the modules of a block through which tokens see each other, by the attention of their library. All
             else in a block has to treat each token by itself. Under ``context_parallel_size`` tokens are then divided
             over the ranks of ``cp``; without it that is refused.
+        cross_attention: the module of a block through which tokens see the states of another stack, if there is one.
+        heads: the attribute that counts the heads, where not all stacks of the model have equally many.
         optional: the modules may be absent.
     """
 
@@ -59,19 +68,22 @@ def sequence(
             inside = [f"{child}.{name}" for child in children for name in names_of(attention)]
             missing = [name for name in inside if scope.find(name) is None]  # each of which is a problem of the plan
             if not missing:
-                _divide(scope, where, tuple(map(scope.name, inside)))
+                across = [f"{child}.{cross_attention}" for child in children if cross_attention]
+                named = {"attentions": tuple(map(scope.name, inside)), "across": tuple(map(scope.name, across))}
+                _divide(scope, where | named, heads_of(scope, heads))
         if scope.config.enable_sequence_parallelism:
             scope.add(ShardSequence(**where))
 
-    named = {"attention": names_of(attention)} if attention else {}
-    text = written("sequence", scatter=scatter, gather=gather, stack=stack, **named)
+    options = {"attention": names_of(attention), "cross_attention": cross_attention, "heads": heads}
+    given = {name: value for name, value in options.items() if value}
+    text = written("sequence", scatter=scatter, gather=gather, stack=stack, **given)
     return Word(text=text, optional=optional, planned=plan)
 
 
-def _divide(scope: Scope, where: dict[str, Any], attentions: tuple[str, ...]) -> None:
+def _divide(scope: Scope, where: dict[str, Any], heads: HeadCounts | None) -> None:
     """Divide the tokens over the ranks of ``cp``, ``where`` those of ``tp`` would split them."""
     config = scope.config
-    ranks, heads = config.context_parallel_size or 1, scope.heads
+    ranks = config.context_parallel_size or 1
     if heads is None:
         return
     most = heads.query // scope.ranks  # the least that a rank has
@@ -86,7 +98,6 @@ def _divide(scope: Scope, where: dict[str, Any], attentions: tuple[str, ...]) ->
     scope.add(
         DivideTokens(
             **where,
-            attentions=attentions,
             exchanging=exchanging,
             rings=ranks // exchanging,
             keeps=config.parallel_output,

@@ -47,6 +47,20 @@ class _ContextModule(ParallelMixin):
         new.__dict__["_context_names"] = names
         return new
 
+    def _context_cached(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether a call, the outermost one, was given a cache; refuse to make one."""
+        given = {**dict(zip(self._context_names, args, strict=False)), **kwargs}
+        asks, caches = self._context.library.uses_cache, self._context.library.caches
+        cached = any(given.get(name) is not None for name in caches)
+        # Inside of the whole model it may be that model's default.
+        if given.get(asks) and not cached and not self._context.divides_logits:
+            raise NotSupportedError(
+                f"{asks}=True under context parallelism, where each rank would return the keys and values of its own "
+                f"tokens alone. Give the cache that is to be filled ({' or '.join(caches)}), as generate() does: "
+                f"tokens are not divided then. Or leave {asks} out"
+            )
+        return cached
+
 
 class ContextStack(_ContextModule):
     """The module whose forward runs the blocks: only while it runs are tokens divided.
@@ -59,16 +73,7 @@ class ContextStack(_ContextModule):
         shard = self._context
         if shard.phase != "outside":
             raise NotSupportedError(f"a {type(self).__name__} inside of itself under context parallelism")
-        given = dict(zip(self._context_names, args, strict=False)) | kwargs
-        asks, caches = shard.library.uses_cache, shard.library.caches
-        cached = any(given.get(name) is not None for name in caches)
-        if given.get(asks) and not cached:
-            raise NotSupportedError(
-                f"{asks}=True under context parallelism, where each rank would return the keys and values of its own "
-                f"tokens alone. Give the cache that is to be filled ({' or '.join(caches)}), as generate() does: "
-                f"tokens are not divided then. Or leave {asks} out"
-            )
-        shard.phase, shard.last = "whole" if cached else "before", None
+        shard.phase, shard.last = "whole" if self._context_cached(args, kwargs) else "before", None
         if not shard.divides_logits:  # the whole model is not running
             args, kwargs = tree_map_only(Tensor, shard.given, (args, kwargs))
         try:
@@ -202,25 +207,28 @@ class ContextModel(_ContextModule):
                 "Do not ask for them, or shard without context_parallel_size"
             )
         shard = self._context
+        self._context_cached(args, kwargs)
         args, kwargs = tree_map_only(Tensor, shard.given, (args, kwargs))
-        shard.divides_logits = True
+        for stack in shard.stacks:
+            stack.divides_logits = True
         try:
             out = super().forward(*args, **kwargs)
         finally:
-            shard.divides_logits = False
+            for stack in shard.stacks:
+                stack.divides_logits = False
         keeps = self._context_keeps and isinstance(out, Mapping) and out.get("loss") is not None
-        return _returned(out, shard, keeps=keeps)
+        return _returned(out, shard, keeps=keeps, captured=len(shard.stacks) == 1)  # each puts its own together
 
 
-def _returned(out: Any, shard: ContextShard, *, keeps: bool) -> Any:
-    """Return an output with all tokens, and without a cache that the model has made unasked, of this rank's tokens."""
+def _returned(out: Any, shard: ContextShard, *, keeps: bool, captured: bool = True) -> Any:
+    """Return an output, with ``captured`` ones in it, with all tokens, and without a cache that nobody asked for."""
     if shard.last is None or not isinstance(out, Mapping | tuple):
         return out
 
     def whole(value: Any) -> Any:
         if isinstance(value, DividedLogits):
             return value if keeps or value.lazy else value.full_tensor()
-        return tuple(map(shard.whole_captured, value)) if isinstance(value, tuple) else value
+        return tuple(map(shard.whole_captured, value)) if captured and isinstance(value, tuple) else value
 
     is_cache = shard.library.is_cache
     if isinstance(out, tuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from shardcore.mesh.context import ShardContext
 from shardcore.nn.context.places import Places, gather_tokens, sum_of_ranks, tokens_of, total
 from shardcore.nn.libraries import ask
 
-_SHARD = "_shardcore_context_shard"
+_SHARD, _CROSSES = "_shardcore_context_shard", "_shardcore_context_crosses"
 
 
 class DividedAttention(Protocol):
@@ -84,6 +84,7 @@ class ContextShard:
         phase: of the forward of the stack.
         attended: how many attentions have run on divided tokens.
         divides_logits: whether the whole model is running, which takes divided logits from its head.
+        stacks: all of the model, of which this is one.
     """
 
     context: ShardContext
@@ -96,6 +97,10 @@ class ContextShard:
     phase: Literal["outside", "whole", "before", "inside"] = "outside"
     attended: int = 0
     divides_logits: bool = False
+    stacks: list[ContextShard] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stacks.append(self)
 
     @property
     def rank(self) -> int:
@@ -170,6 +175,11 @@ def shard_of(module: nn.Module) -> ContextShard | None:
     return module.__dict__.get(_SHARD)
 
 
-def set_shard(module: nn.Module, shard: ContextShard) -> None:
-    """Let the tokens of an attention be divided as ``shard`` says."""
-    module.__dict__[_SHARD] = shard
+def set_shard(module: nn.Module, shard: ContextShard, *, crosses: bool = False) -> None:
+    """Let the tokens of an attention be divided as ``shard`` says; one that ``crosses`` has keys of another stack."""
+    module.__dict__[_SHARD], module.__dict__[_CROSSES] = shard, crosses
+
+
+def crosses(module: nn.Module) -> bool:
+    """Tell whether the keys of an attention are states of another stack, of which every rank has all."""
+    return bool(module.__dict__.get(_CROSSES))

@@ -94,6 +94,7 @@ class DivideTokens(Step):
 
     Attributes:
         attentions: the modules through which tokens see each other.
+        across: those through which they see the states of another stack, which every rank has all of.
         exchanging: how many ranks exchange heads.
         rings: between how many groups of these keys and values go round.
         keeps: whether logits stay divided in calls that return a loss.
@@ -107,6 +108,7 @@ class DivideTokens(Step):
     argument: Argument
     end: str
     attentions: tuple[str, ...]
+    across: tuple[str, ...]
     exchanging: int
     rings: int
     keeps: bool
@@ -132,7 +134,8 @@ class DivideTokens(Step):
             yield self.problem(f"no client for {library_of(model)!r} says how its attention is divided", todo)
             return
         attentions = tuple(model.get_submodule(path) for path in self.attentions)
-        if what := library.problem(model, attentions, ring=self.rings > 1):
+        everywhere = (*attentions, *map(model.get_submodule, self.across))
+        if what := library.problem(model, everywhere, ring=self.rings > 1):
             yield self.problem(f"context parallelism: {what}", todo)
         dropouts = DropoutSites(attentions).probabilities if self.rings > 1 else ()
         if rate := max((getattr(module, name) or 0 for module, name in dropouts), default=0):
@@ -158,8 +161,9 @@ class DivideTokens(Step):
         library = divided_attention(model)
         assert library is not None  # or else the plan is refused
         causal = all(getattr(attention, "is_causal", False) for attention in attentions)
-        shard = ContextShard(ctx.shared, _groups(ctx.shared, self.exchanging), library, zigzag=causal)
-        ctx.divided = shard
+        stacks = ctx.divided.stacks if ctx.divided else []
+        shard = ContextShard(ctx.shared, _groups(ctx.shared, self.exchanging), library, zigzag=causal, stacks=stacks)
+        ctx.divided = shard  # the head reads what the last stack returns
 
         def of_a_block(block: nn.Module) -> Mapping[str, Any]:
             return {"argument": self.argument, "dropouts": DropoutSites([block], draws=ctx.draws)}
@@ -172,6 +176,8 @@ class DivideTokens(Step):
             swap()
             for attention in attentions:
                 set_shard(attention, shard)
+            for path in self.across:
+                set_shard(model.get_submodule(path), shard, crosses=True)
             library.divide(model)
 
         return commit
