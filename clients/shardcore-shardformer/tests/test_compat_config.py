@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 
 import pytest
 
@@ -76,7 +77,6 @@ def test_contradictions(fields, message):
 @pytest.mark.parametrize(
     ("field", "nothing", "something"),
     [
-        ("tensor_parallel_mode", "1d", "2d"),
         ("make_vocab_size_divisible_by", None, 64),
         ("sequence_parallelism_mode", None, "ring"),
     ],
@@ -87,3 +87,25 @@ def test_fields_that_are_not_there(field, nothing, something):
         ShardConfig(**{field: something})
     with pytest.raises(ConfigError, match=f"unknown configuration field '{field}'"):
         shardcore.ShardConfig.of(**{field: nothing})
+
+
+def test_modes_of_tensor_parallelism():
+    assert ShardConfig(tensor_parallel_mode="1d") == ShardConfig()
+    config = ShardConfig(tensor_parallel_mode="2d", tensor_parallel_size=4, data_parallel_size=1, gather_output=False)
+    assert dataclasses.replace(config, tensor_parallel_size=9).tensor_parallel_mode == "2d"
+    assert pickle.loads(pickle.dumps(config)) == config != ShardConfig(tensor_parallel_size=4, gather_output=False)
+    for mode in ("2.5d", "3d"):
+        with pytest.raises(NotSupportedError, match=r"nobody gains by it below hundreds of ranks\. For a product of"):
+            ShardConfig(tensor_parallel_mode=mode)
+    for error, said, fields in (
+        (ConfigError, "must be '1d' or '2d', got '4d'", {"tensor_parallel_mode": "4d"}),
+        (ConfigError, "wants a square of ranks, 4, 9 or 16, got 8", {"tensor_parallel_size": 8}),
+        (ConfigError, "wants a square of ranks, 4, 9 or 16, got 1;", {"tensor_parallel_size": 1}),
+        (NotSupportedError, "data_parallel_size=2 together with tensor_parallel_mode='2d'", {"data_parallel_size": 2}),
+        (NotSupportedError, "inference_only=True together with", {"inference_only": True}),
+        (NotSupportedError, "extra_kwargs={'a': 1} together with", {"extra_kwargs": {"a": 1}}),
+    ):
+        with pytest.raises(error, match=re.escape(said)):
+            ShardConfig(**{"tensor_parallel_mode": "2d", **fields})
+    with pytest.raises(NotSupportedError, match=r"'2d' is not for shardcore\.shard, nor for Booster"):
+        config.resolve(4)

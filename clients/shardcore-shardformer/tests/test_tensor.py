@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import pickle
 import re
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tensor_calls import OTHER, calls_of, numbers
 from torch import nn
 
 from shardcore._torch import CAN_TRACE
@@ -37,10 +37,6 @@ from shardcore_shardformer.tensor.colo import SERVED, SERVED_IN_PLACE
 DOCS = Path(__file__).parents[3] / "docs" / "compat.md"
 
 
-def _random(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def _part(whole, dist_spec, group):
     if isinstance(dist_spec, ReplicaSpec):
         return whole.clone()
@@ -57,7 +53,7 @@ def _parameter(whole, dist_spec, group, compute=None):
 
 def every_pair(*shape):
     group = ProcessGroup(tp_degree=2)
-    whole, factors = _random(*shape), _random(*shape, seed=1)
+    whole, factors = numbers(*shape), numbers(*shape, seed=1)
     wanted = 2 * whole * factors
     for before, after in itertools.product(_specs(group, *range(len(shape))), repeat=2):
         # what autograd has recorded
@@ -99,7 +95,7 @@ def _converted(layer, dist_spec, group, keeps=False):
 def _layers():
     torch.manual_seed(0)
     ids = torch.tensor([[0, 3, 7], [2, 3, 5]])
-    for bias, x in itertools.product((True, False), (_random(3, 4), _random(2, 3, 4))):
+    for bias, x in itertools.product((True, False), (numbers(3, 4), numbers(2, 3, 4))):
         yield nn.Linear(4, 6, bias=bias, dtype=torch.float64), x
     for options in ({}, {"padding_idx": 5}, {"padding_idx": 2}, {"scale_grad_by_freq": True}):
         yield nn.Embedding(8, 4, dtype=torch.float64, **options), ids
@@ -113,7 +109,7 @@ def layers():
         wanted, got = layer(inputs[0]), own(inputs[1])
         assert got.is_replicate() or keeps
         torch.testing.assert_close(got.to_replicate().data, wanted)
-        factors = _random(*wanted.shape, seed=3)
+        factors = numbers(*wanted.shape, seed=3)
         layer.zero_grad()
         (wanted * factors).sum().backward()
         (got * factors).sum().backward()
@@ -155,55 +151,6 @@ def training():
     assert (state.dist_spec, tuple(state.shape), tuple(state.size_global())) == (row, (8, 4), (8, 8))
 
 
-_OTHER = _random(4, 4, seed=4).abs() + 1
-#: What is served of a divided tensor -> a call of it, or calls.
-_CALLS = {
-    "T": lambda t: t.T,
-    "mT": lambda t: t.mT,
-    "transpose": lambda t: t.transpose(0, -1),
-    "permute": lambda t: t.permute(1, 0),
-    "unsqueeze": lambda t: t.unsqueeze(0),
-    "__len__": len,
-    "to": lambda t: t.to(torch.float32),
-    "__eq__": lambda t: t == _OTHER,
-    "pow": (lambda t: t**3, lambda t: t.pow(2)),
-    "clamp": lambda t: t.clamp(min=0.7),
-    "__rsub__": lambda t: 1 - t,
-    "__rdiv__": lambda t: 1 / t,
-    "where": lambda t: torch.where(t > 1, t, t * 2),
-    "masked_fill": lambda t: t.masked_fill(t > 1, 0.5),
-    "lerp": lambda t: t.lerp(_OTHER, 0.3),
-    "addcmul": lambda t: torch.addcmul(_OTHER, t, _OTHER),
-    "addcdiv": lambda t: torch.addcdiv(_OTHER, _OTHER, t),
-    "linear": (lambda t: F.linear(_OTHER, t, _OTHER[0]), lambda t: F.linear(t, _OTHER)),
-    "embedding": lambda t: F.embedding(torch.tensor([[0, 3], [3, 1]]), t),
-    "addmm": (lambda t: torch.addmm(t, t, _OTHER), lambda t: torch.addmm(_OTHER, _OTHER, t)),
-    "layer_norm": (lambda t: F.layer_norm(t, (4,)), lambda t: F.layer_norm(t, (4,), _OTHER[0], _OTHER[1])),
-    "_foreach_norm": lambda t: torch.stack(
-        [each.to_replicate() if isinstance(each, ColoTensor) else each for each in torch._foreach_norm([t, t])]
-    ),
-    "linalg_vector_norm": lambda t: torch.linalg.vector_norm(t, 1),
-}
-_OF_TWO = ["add", "sub", "mul", "div", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "mm", "matmul"]
-_ALONG = ["sum", "mean", "var", "logsumexp", "softmax", "log_softmax", "norm", "any", "all"]
-
-
-def _calls(name):
-    if name in _CALLS:
-        return _CALLS[name] if isinstance(_CALLS[name], tuple) else (_CALLS[name],)
-    function = getattr(torch.Tensor, name, getattr(F, name, None)) or getattr(torch, name)
-    if name in _OF_TWO:
-        return lambda t: function(t, _OTHER), lambda t: function(t, t.T), lambda t: function(_OTHER, t)
-    if name in _ALONG:
-        whole = () if "softmax" in name or name == "logsumexp" else (function,)
-        return *whole, *(functools.partial(_along, function, dim) for dim in (0, 1))
-    return (function,)
-
-
-def _along(function, dim, t):
-    return function(t, dim=dim)
-
-
 def _whole(value):
     return value.to_replicate().data if isinstance(value, ColoTensor) else value
 
@@ -211,10 +158,10 @@ def _whole(value):
 def served():
     """Every operation that is served, of a tensor divided in either way: values and gradients."""
     group = ProcessGroup(tp_degree=2)
-    values = _random(4, 4).abs() + 0.5
+    values = numbers(4, 4).abs() + 0.5
     leaves = [_parameter(values, dist_spec, group) for dist_spec in _specs(group, 0, 1)[1:]]
     for name, leaf in itertools.product(sorted(SERVED), leaves):
-        for call in _calls(name):
+        for call in calls_of(name):
             plain = values.clone().requires_grad_()
             leaf.grad = None
             wanted, got = call(plain), call(leaf)
@@ -231,18 +178,18 @@ def served():
 
 #: What is served in place -> its arguments.
 _IN_PLACE = {
-    "lerp_": (_OTHER, 0.3),
-    "addcmul_": (_OTHER, _OTHER),
-    "addcdiv_": (_OTHER, _OTHER),
+    "lerp_": (OTHER, 0.3),
+    "addcmul_": (OTHER, OTHER),
+    "addcdiv_": (OTHER, OTHER),
     "fill_": (2.0,),
     "clamp_": (0.7,),
-    **dict.fromkeys(("add_", "sub_", "mul_", "div_", "copy_"), (_OTHER,)),
+    **dict.fromkeys(("add_", "sub_", "mul_", "div_", "copy_"), (OTHER,)),
 }
 
 
 def served_in_place():
     group = ProcessGroup(tp_degree=2)
-    values = _random(4, 4).abs() + 0.5
+    values = numbers(4, 4).abs() + 0.5
     for name, dist_spec in itertools.product(sorted(SERVED_IN_PLACE), _specs(group, 0, 1)[1:]):
         plain, tensor = values.clone(), _parameter(values, dist_spec, group)
         with torch.no_grad():
@@ -259,9 +206,9 @@ def served_in_place():
 def refusals():
     group = ProcessGroup(tp_degree=2)
     divided, whole = (
-        ColoTensor(_random(2, 4), ColoTensorSpec(group, spec)) for spec in (ShardSpec([0], [2]), ReplicaSpec())
+        ColoTensor(numbers(2, 4), ColoTensorSpec(group, spec)) for spec in (ShardSpec([0], [2]), ReplicaSpec())
     )
-    leaf = _parameter(_random(4, 4), ShardSpec([0], [2]), group)
+    leaf = _parameter(numbers(4, 4), ShardSpec([0], [2]), group)
     computed, kept = leaf * 2, leaf * 2
     kept.retain_grad()
     other = ProcessGroup(dp_degree=2)
@@ -287,16 +234,16 @@ def refusals():
         with pytest.raises(NotSupportedError, match=said):
             call()
     for said, call in {
-        "of several process groups": lambda: whole + ColoTensor(_random(2, 4), ColoTensorSpec(other)),
+        "of several process groups": lambda: whole + ColoTensor(numbers(2, 4), ColoTensorSpec(other)),
         "no dimension 2": lambda: whole.set_dist_spec(ShardSpec([2], [2])),
-        "no dimension -3": lambda: ColoTensor(_random(2, 4), ColoTensorSpec(group, ShardSpec([-3], [2]))),
-        "3 is no multiple of 2": lambda: ColoTensor(_random(3), ColoTensorSpec(group)).redistribute(
+        "no dimension -3": lambda: ColoTensor(numbers(2, 4), ColoTensorSpec(group, ShardSpec([-3], [2]))),
+        "3 is no multiple of 2": lambda: ColoTensor(numbers(3), ColoTensorSpec(group)).redistribute(
             ShardSpec([0], [2])
         ),
         "as a plain tensor, got ColoTensor": lambda: ColoParameter(whole, spec=ColoTensorSpec(group)),
         "as a plain tensor, got list": lambda: ColoTensor([1.0], ColoTensorSpec(group)),
         "on meta; ranks meet on cpu": lambda: ColoTensor(torch.empty(2, device="meta"), ColoTensorSpec(group)),
-        "wanted a ColoTensorSpec": lambda: ColoTensor(_random(2), group),
+        "wanted a ColoTensorSpec": lambda: ColoTensor(numbers(2), group),
         "dist_attr=.* wanted": lambda: ColoTensorSpec(group, "replica"),
         r"wanted num_partitions=\[2\]": lambda: ColoTensorSpec(group, ShardSpec([0], [4])),
         "wanted tp . dp = 2": lambda: ProcessGroup(tp_degree=2, dp_degree=2),
@@ -310,7 +257,7 @@ def late_gradients():
     """A leaf that is divided anew between forward and backward gets no sum of parts of two divisions."""
     group = ProcessGroup(tp_degree=2)
     for before, after in itertools.permutations(_specs(group, 0, 1), 2):
-        leaf = _parameter(_random(4, 4), before, group)
+        leaf = _parameter(numbers(4, 4), before, group)
         for _ in range(2):
             loss = leaf.pow(2).sum()
             leaf.set_dist_spec(after)
@@ -319,19 +266,19 @@ def late_gradients():
             del loss
             leaf.set_dist_spec(before)
         leaf.pow(2).sum().backward()
-        torch.testing.assert_close(leaf.grad.to_replicate().data, 2 * _random(4, 4))
+        torch.testing.assert_close(leaf.grad.to_replicate().data, 2 * numbers(4, 4))
         # what has no gradient is for an earlier forward what it was there
-        constant = ColoTensor(_part(_random(2, 2), before, group), ColoTensorSpec(group, before))
-        factor = _random(2, 2).requires_grad_()
+        constant = ColoTensor(_part(numbers(2, 2), before, group), ColoTensorSpec(group, before))
+        factor = numbers(2, 2).requires_grad_()
         product = (constant * factor).sum()
         constant.set_dist_spec(after)
         product.backward()
-        torch.testing.assert_close(factor.grad, _random(2, 2))
+        torch.testing.assert_close(factor.grad, numbers(2, 2))
 
 
 def other_uses():
     group = ProcessGroup(tp_degree=2)
-    leaf = _parameter(_random(4, 4), ShardSpec([0], [2]), group)
+    leaf = _parameter(numbers(4, 4), ShardSpec([0], [2]), group)
     copied = copy.deepcopy({"a": leaf, "b": leaf})
     assert copied["a"] is copied["b"] is not leaf
     assert isinstance(copied["a"], ColoParameter)
@@ -345,13 +292,13 @@ def other_uses():
         before = leaf.data.clone()
         assert leaf.mul_(2) is leaf
     assert torch.equal(leaf.data, 2 * before)
-    whole = ColoTensor(_random(2, 4), ColoTensorSpec(group)).requires_grad_()
+    whole = ColoTensor(numbers(2, 4), ColoTensorSpec(group)).requires_grad_()
     first = (whole * 2).view(4, 2)[0]  # of what every rank has all is served
     first.add_(1)
     assert isinstance(first, ColoTensor)
     first.sum().backward()
     assert whole.grad.tolist() == [[2.0, 2.0, 0.0, 0.0], [0.0] * 4]
-    assert leaf.sum().item() == pytest.approx(2 * _random(4, 4).sum().item())
+    assert leaf.sum().item() == pytest.approx(2 * numbers(4, 4).sum().item())
     assert group == ProcessGroup(dp_degree=1)
     assert ProcessGroup().dp_world_size() == 2
 

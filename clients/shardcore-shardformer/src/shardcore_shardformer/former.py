@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -13,9 +14,12 @@ from torch.utils.data import Dataset
 from shardcore.api import shard
 from shardcore.apply.launch import start_process_group, world_size
 from shardcore.config import ShardConfig
+from shardcore.errors import NotSupportedError
 from shardcore.policy import Policy
 from shardcore_loop import ShardedDataLoader
+from shardcore_shardformer.config import ShardConfig as SquareConfig
 from shardcore_shardformer.groups import ProcessGroupManager
+from shardcore_shardformer.summa.sharding import shard_in_square
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -44,6 +48,13 @@ class ShardFormer:
         self.shard_config = ShardConfig.of(shard_config)
         self.pg_manager: ProcessGroupManager | None = None
 
+    @property
+    def _sizes(self) -> ShardConfig:
+        """What says how many ranks there are: in that a square is like a line."""
+        if isinstance(self.shard_config, SquareConfig):
+            return dataclasses.replace(self.shard_config, tensor_parallel_mode="1d")
+        return self.shard_config
+
     def init_distributed(self) -> ProcessGroupManager:
         """Start the default process group if there is none, and make the groups of the configuration's mesh.
 
@@ -54,7 +65,7 @@ class ShardFormer:
         """
         # One rank alone may have been asked before the process group was started.
         if self.pg_manager is None or (self.pg_manager.mesh is None and dist.is_initialized()):
-            config = self.shard_config
+            config = self._sizes
             start_process_group(config)
             mesh = config.resolve(world_size(config)).mesh() if dist.is_initialized() else None
             self.pg_manager = ProcessGroupManager(mesh)
@@ -74,11 +85,23 @@ class ShardFormer:
             policy: a policy or its class, used instead of looking for one among the installed packs.
             optimizer: an optimizer made before this call; its parameter groups are re-pointed in place.
 
+        With ``tensor_parallel_mode="2d"`` all ranks divide each tensor of the model as a square, which needs no policy:
+        see `shardcore_shardformer.summa`.
+
         Raises:
             ShardcoreError: what `shardcore.shard` raises.
+            NotSupportedError: a square was given a policy, or an optimizer.
         """
         mesh = self.init_distributed().mesh
         config = self.shard_config
+        if isinstance(config, SquareConfig) and config.tensor_parallel_mode == "2d":
+            for name, given in (("policy", policy), ("optimizer", optimizer)):
+                if given is not None:
+                    raise NotSupportedError(
+                        f"shard_model({name}=) with tensor_parallel_mode='2d': a square needs no policy, and an "
+                        "optimizer is made after it; leave it out"
+                    )
+            return shard_in_square(model, config)
         if mesh is not None and config.tensor_parallel_process_group is None:
             config = ShardConfig.of(config, device_mesh=mesh)
         return shard(model, config, policy=policy, optimizer=optimizer)
