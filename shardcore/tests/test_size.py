@@ -28,7 +28,7 @@ ROOMS = {
 }
 #: Package around the core -> the most lines.
 KITS = {
-    "shardcore_shardformer": 3030,
+    "shardcore_shardformer": 3040,
     "shardcore_transformers": 3335,
     "shardcore_quantized": 730,
     "shardcore_peft": 2320,

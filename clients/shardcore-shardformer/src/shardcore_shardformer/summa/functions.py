@@ -20,7 +20,7 @@ from shardcore_shardformer.tensor.colo import SERVED as OF_COLO_TENSORS
 
 #: What DTensor computes as the whole does, with its gradient, in the divisions that occur here.
 SERVED = OF_COLO_TENSORS | {
-    "__getitem__", "expand", "flatten", "reshape", "squeeze", "stack", "type_as", "unflatten", "view",
+    "__getitem__", "expand", "flatten", "reshape", "squeeze", "type_as", "unflatten", "view",
 }  # fmt: skip
 #: Those that can be told to work in place by position too.
 _INPLACE = frozenset(("leaky_relu", "relu", "silu"))
@@ -32,7 +32,7 @@ _TOLD = frozenset((
 ))  # fmt: skip
 #: Functions of a whole output, which every rank gets first.
 OF_WHOLE = frozenset((
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_similarity", "cross_entropy", "huber_loss",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss",
     "kl_div", "l1_loss", "mse_loss", "nll_loss", "smooth_l1_loss",
 ))  # fmt: skip
 
@@ -228,6 +228,11 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return torch.cat([_read(tensor, mesh) for tensor in filled], dim)
 
 
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    mesh = _mesh(tensors)  # torch.stack of divided tensors is another tensor before torch 2.13
+    return torch.cat([_read(tensor, mesh).unsqueeze(dim) for tensor in tensors], dim)
+
+
 def _chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:  # noqa: A002  # torch's name
     return _split(input, -(-input.shape[dim] // chunks), dim)
 
@@ -252,6 +257,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
     "linear": _linear,
     "rms_norm": _rms_norm,
-    "split": _split,
     "scaled_dot_product_attention": _attention,
+    "split": _split,
+    "stack": _stack,
 }
