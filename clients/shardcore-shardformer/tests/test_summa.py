@@ -152,18 +152,20 @@ class Attention(nn.Module):
     def forward(self, x, mask):
         q = self.q(x).unflatten(-1, (4, -1)).transpose(1, 2)
         k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.kv(x).chunk(2, -1))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.near + mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.near if mask is None else self.near + mask, enable_gqa=True
+        )
         return self.out(out.transpose(1, 2).flatten(2))
 
 
 def attention():
     """A bias of attention is all sequences', a mask each one's own; rows that do not divide are everyone's."""
-    for rows, kv_heads in ((4, 2), (3, 2), (4, 1)):
+    for rows, kv_heads, masked in ((4, 2, True), (4, 2, False), (3, 2, False), (4, 1, True)):
         torch.manual_seed(0)
         plain = Attention(kv_heads).double()
         model = _divided(copy.deepcopy(plain))
         inputs = [numbers(rows, 6, 8).requires_grad_() for _ in range(2)]
-        mask = numbers(rows, 1, 6, 6, seed=2)
+        mask = numbers(rows, 1, 6, 6, seed=2) if masked else None
         wanted, got = (each(x, mask) for each, x in zip((plain, model), inputs, strict=True))
         assert_close(wanted, got, "output")
         (wanted.sin().sum() + got.sin().sum()).backward()
