@@ -10,6 +10,7 @@ import torch
 import shardcore
 from shardcore._torch import CAN_PIPELINE
 from shardcore.errors import NotSupportedError, PlanError
+from shardcore.nn.context.shard import ContextShard
 from shardcore_shardformer import Booster, HybridParallelPlugin
 from shardcore_testing import no_float32_islands
 from shardcore_testing.parity import assert_close, assert_same_gradients, assert_same_parameters, whole
@@ -257,6 +258,43 @@ def test_masked_words_in_stages(pool):
 @no_float32_islands()
 def test_two_stacks_in_stages(pool):
     pool.run(_staged, "BartForConditionalGeneration", _TWO_STACKS, world=4)
+
+
+def _generated(fields):
+    """A prompt is divided, and fills the cache with the keys of all its tokens; what follows is not."""
+    divided = []
+    begin = ContextShard.begin
+
+    def noted(shard, rows, tokens):
+        divided.append((rows, tokens))
+        return begin(shard, rows, tokens)
+
+    for name in ("Qwen3ForCausalLM", "BartForConditionalGeneration"):  # with sliding windows; with two stacks
+        reference = _build(name, {**_SIZES, **_SERVED[name]})
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.mul_(4)  # else one token follows whatever there is
+        sharded = shardcore.shard(copy.deepcopy(reference), **fields)
+        call = {**_inputs(reference, left=True), "max_new_tokens": 9, "pad_token_id": 0}
+        call.pop("labels")
+        if name.startswith("Bart"):
+            call["decoder_input_ids"] = call["input_ids"][:, 20:31]
+        for beams in (1, 3):
+            wanted = reference.generate(**call, num_beams=beams, do_sample=False)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ContextShard, "begin", noted)
+                assert torch.equal(wanted, sharded.generate(**call, num_beams=beams, do_sample=False)), name
+    rows = {1: 2, 3: 6}
+    assert divided == [
+        *((rows[beams], 37) for beams in (1, 3)),
+        *((count, tokens) for beams in (1, 3) for count, tokens in ((2, 37), (rows[beams], 12))),
+    ]
+
+
+@pytest.mark.parametrize("fields", [{"cp": 2, "context_parallel_mode": "ring_attn"}, {"cp": 2}], ids=str)
+@no_float32_islands()
+def test_generation(pool, fields):
+    pool.run(_generated, fields)
 
 
 def _two_stacks(fields):

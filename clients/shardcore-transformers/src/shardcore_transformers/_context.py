@@ -22,6 +22,7 @@ from shardcore.nn.context.shard import ContextShard, DividedAttention, crosses, 
 from shardcore_transformers._attention import own_configurations
 from shardcore_transformers._blocks import TokenMask
 from shardcore_transformers._divided import attend
+from shardcore_transformers._prefill import filling
 
 #: The implementations that may compute heads whose tokens are all on one rank.
 _INNER = ("sdpa", "eager")
@@ -297,6 +298,10 @@ class _Context(DividedAttention):
     def is_cache(self, value: Any) -> bool:
         """Tell whether an output of a model holds keys and values."""
         return isinstance(value, Cache)
+
+    def filling(self, cache: Any) -> Callable[[ContextShard], None] | None:
+        """Return what gives a cache that is filled by a call with divided tokens those of all ranks."""
+        return filling(cache)
 
     def divide(self, model: nn.Module) -> None:
         """Let attentions that have a shard attend to tokens of other ranks."""

@@ -47,25 +47,25 @@ class _ContextModule(ParallelMixin):
         new.__dict__["_context_names"] = names
         return new
 
-    def _context_cached(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Tell whether a call, the outermost one, was given a cache; refuse to make one."""
+    def _context_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the cache that a call was given, or None; refuse to make one, in the outermost call."""
         given = {**dict(zip(self._context_names, args, strict=False)), **kwargs}
         asks, caches = self._context.library.uses_cache, self._context.library.caches
-        cached = any(given.get(name) is not None for name in caches)
+        cache = next((given[name] for name in caches if given.get(name) is not None), None)
         # Inside of the whole model it may be that model's default.
-        if given.get(asks) and not cached and not self._context.divides_logits:
+        if given.get(asks) and cache is None and not self._context.divides_logits:
             raise NotSupportedError(
                 f"{asks}=True under context parallelism, where each rank would return the keys and values of its own "
                 f"tokens alone. Give the cache that is to be filled ({' or '.join(caches)}), as generate() does: "
-                f"tokens are not divided then. Or leave {asks} out"
+                f"it gets those of all ranks. Or leave {asks} out"
             )
-        return cached
+        return cache
 
 
 class ContextStack(_ContextModule):
     """The module whose forward runs the blocks: only while it runs are tokens divided.
 
-    In calls with a cache they are not: it would hold the keys of one rank.
+    In calls with a cache that holds something they are not: it would get the keys of one rank.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,9 @@ class ContextStack(_ContextModule):
         shard = self._context
         if shard.phase != "outside":
             raise NotSupportedError(f"a {type(self).__name__} inside of itself under context parallelism")
-        shard.phase, shard.last = "whole" if self._context_cached(args, kwargs) else "before", None
+        cache = self._context_cache(args, kwargs)
+        fill = None if cache is None else shard.library.filling(cache)
+        shard.phase, shard.last = "before" if cache is None or fill else "whole", None
         if not shard.divides_logits:  # the whole model is not running
             args, kwargs = tree_map_only(Tensor, shard.given, (args, kwargs))
         try:
@@ -83,7 +85,9 @@ class ContextStack(_ContextModule):
                     f"{type(self).__name__} returned while its tokens were divided: the module that its policy gathers "
                     "them at was not called. Correct gather= in the policy, or shard without context_parallel_size."
                 )
-            return _returned(out, shard, keeps=True)
+            if fill:
+                fill(shard)
+            return _returned(out, shard, keeps=True, cached=cache is not None)
         finally:
             shard.phase, shard.now = "outside", None
 
@@ -207,7 +211,7 @@ class ContextModel(_ContextModule):
                 "Do not ask for them, or shard without context_parallel_size"
             )
         shard = self._context
-        self._context_cached(args, kwargs)
+        cached = self._context_cache(args, kwargs) is not None
         args, kwargs = tree_map_only(Tensor, shard.given, (args, kwargs))
         for stack in shard.stacks:
             stack.divides_logits = True
@@ -217,10 +221,11 @@ class ContextModel(_ContextModule):
             for stack in shard.stacks:
                 stack.divides_logits = False
         keeps = self._context_keeps and isinstance(out, Mapping) and out.get("loss") is not None
-        return _returned(out, shard, keeps=keeps, captured=len(shard.stacks) == 1)  # each puts its own together
+        # Several stacks have each put together what they captured.
+        return _returned(out, shard, keeps=keeps, cached=cached, captured=len(shard.stacks) == 1)
 
 
-def _returned(out: Any, shard: ContextShard, *, keeps: bool, captured: bool = True) -> Any:
+def _returned(out: Any, shard: ContextShard, *, keeps: bool, cached: bool, captured: bool = True) -> Any:
     """Return an output, with ``captured`` ones in it, with all tokens, and without a cache that nobody asked for."""
     if shard.last is None or not isinstance(out, Mapping | tuple):
         return out
@@ -230,7 +235,9 @@ def _returned(out: Any, shard: ContextShard, *, keeps: bool, captured: bool = Tr
             return value if keeps or value.lazy else value.full_tensor()
         return tuple(map(shard.whole_captured, value)) if captured and isinstance(value, tuple) else value
 
-    is_cache = shard.library.is_cache
+    def leaves_out(value: Any) -> bool:
+        return not cached and shard.library.is_cache(value)
+
     if isinstance(out, tuple):
-        return tuple(whole(value) for value in out if not is_cache(value))
-    return type(out)(**{name: whole(value) for name, value in out.items() if not is_cache(value)})
+        return tuple(whole(value) for value in out if not leaves_out(value))
+    return type(out)(**{name: whole(value) for name, value in out.items() if not leaves_out(value)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -43,6 +43,12 @@ class DividedAttention(Protocol):
 
     def is_cache(self, value: Any) -> bool:
         """Tell whether an output of a model holds keys and values."""
+
+    def filling(self, cache: Any) -> Callable[[ContextShard], None] | None:
+        """Return what gives a cache, which a call with divided tokens has filled, the keys and values of all ranks.
+
+        None where it cannot be filled so, since it holds some already: the tokens of such a call are not divided.
+        """
 
     def divide(self, model: nn.Module) -> None:
         """Let attentions that have a shard (`shard_of`) attend to tokens of other ranks."""
