@@ -41,12 +41,14 @@ def test_is_plain_data() -> None:
         PolicySpec(TARGET, POLICY)  # type: ignore[call-arg]  # the point of the test
 
 
-@pytest.mark.parametrize("target", ["a.B", "a.b.C", "a.b.Outer.Inner", "_a.b_1.C"])
+@pytest.mark.parametrize("target", ["a.B", "a.b.C", "a.b.Outer.Inner", "_a.b_1.C", "a.*.C"])
 def test_target_accepted(target: str) -> None:
     assert PolicySpec(target=target, policy=POLICY).target == target
 
 
-@pytest.mark.parametrize("target", ["", "Class", "module:Class", "a..B", ".B", "a.1B", "a.f.<locals>.B", "a. B", int])
+@pytest.mark.parametrize(
+    "target", ["", "Class", "module:Class", "a..B", ".B", "a.1B", "a.f.<locals>.B", "a. B", "*.B", "a.*", "a.b*.C", int]
+)
 def test_target_refused(target: str) -> None:
     with pytest.raises(ConfigError) as caught:
         PolicySpec(target=target, policy=POLICY)

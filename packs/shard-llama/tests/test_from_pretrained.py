@@ -228,7 +228,6 @@ def refused(folder, options, message, cls=LlamaForCausalLM):
         ({"tp_plan": "auto"}, "the policy of the model's pack"),
         ({"quantization_config": {"load_in_8bit": True}}, "load_in_4bit=True"),
         ({"state_dict": {"a": 1}}, "weights are read from files"),
-        ({"trust_remote_code": True}, "build the model in your program"),
         ({"weights_only": False}, "would run code"),
     ],
 )

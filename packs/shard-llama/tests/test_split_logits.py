@@ -156,11 +156,12 @@ def _refusals():
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     mask = torch.ones(inputs["labels"].shape, dtype=torch.bool)
     refused = [lambda logits: logits * scale, lambda logits: torch.div(logits, scale), lambda logits: logits[mask, :20]]
+    refused += [lambda logits: logits.transpose(1, 2), lambda logits: logits.transpose(-1, 0)]
     refused += [lambda logits: logits.view(-1, 2), lambda logits: logits.reshape(-1), lambda logits: logits.flatten()]
     _, kept = _pair()  # logits that are there
     for ask in refused:
         kept.loss_function = lambda logits, labels, ask=ask, **_: ask(logits)
-        with pytest.raises(NotSupportedError, match=r"needs a gradient|the selection|a view as|flattening"):
+        with pytest.raises(NotSupportedError, match=r"needs a gradient|the selection|a view as|flattening|a transp"):
             kept(**inputs)
     del sharded._loss_function
     with pytest.raises(IndexError, match="from 0 to 101"):

@@ -116,12 +116,12 @@ class PolicySpec:
     when, such a model is sharded.
 
     Attributes:
-        target: the class of the model as `package.module.Class`, by the module that defines it.
+        target: the class of the model as `package.module.Class`, by the module that defines it. Between dots, ``*`` is
+            any names: remote code's modules have those of their folder, `transformers_modules.*.Class`.
         policy: the policy class as `module:Class`.
         priority: a pack that means to replace another pack's policy says a number above its (which is 0 by default).
         requires: a PEP 508 requirement such as `transformers>=5`. The spec counts only where the installed version
-            meets it (prereleases count as versions), so that one class can have one policy before and another after
-            the release of a library that renamed its modules.
+            meets it (prereleases count as versions): one class can have another policy after a library's release.
         api: the `API_VERSION` for which the spec was written.
 
     Example:
@@ -258,7 +258,8 @@ def shardcore_conformance_cases() -> list[str]:  # type: ignore[empty-body]  # a
 def _check_names(spec: PolicySpec | ParallelModuleSpec, name: str, offered: object) -> None:
     """Refuse a target, or what is ``offered`` for it, that does not name a class by its module."""
     kind = type(spec).__name__
-    if not _is_dotted(spec.target, at_least=2):
+    target = str(spec.target).replace(".*.", ".") if isinstance(spec, PolicySpec) else spec.target
+    if not _is_dotted(target, at_least=2):
         raise ConfigError(f"{kind}: target is {spec.target!r}; wanted a string like 'package.module.Class'")
     if not is_reference(offered):
         raise ConfigError(f"{kind}: {name} is {offered!r}; wanted a string like 'module:Class'")

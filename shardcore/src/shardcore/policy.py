@@ -23,17 +23,7 @@ from shardcore.plan.stages import Stages
 from shardcore.plan.steps.base import Step
 from shardcore.plan.steps.local import Recompute
 
-__all__ = [
-    "Check",
-    "HeadCounts",
-    "Heads",
-    "ModulePolicy",
-    "Policy",
-    "Rule",
-    "Scope",
-    "Stages",
-    "Word",
-]
+__all__ = ["Check", "HeadCounts", "Heads", "ModulePolicy", "Policy", "Rule", "Scope", "Stages", "Word"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,17 @@ def test_the_nearest_class_wins_before_priority(site: Site) -> None:
     assert site.discover().resolve(base).cls is base
 
 
+def test_a_pattern_stands_for_modules_of_any_name(site: Site) -> None:
+    site.install("any", serves("shard_any", "remote.*.Model", rest="priority=9"))
+    site.install("one", serves("shard_one", "remote.of_one.code.Model"))
+    registry = site.discover()
+    assert registry.resolve(model("Model", "remote.folder.a1b2.code")).pack.name == "any"
+    assert registry.resolve(model("Model", "remote.of_one.code")).pack.name == "one"  # whatever a pattern's priority
+    for other in (model("Model", "remote"), model("Other", "remote.of_one.code"), model("Model", "a.remote.code")):
+        with pytest.raises(NoPolicyError):
+            registry.resolve(other)
+
+
 def test_a_swapped_class_is_found(site: Site) -> None:
     site.install("good", serves("shard_good"))
     native = model()

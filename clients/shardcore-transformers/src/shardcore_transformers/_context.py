@@ -172,6 +172,28 @@ def _rows(inner: str, shard: ContextShard, mask: Any, query: Tensor, key: Tensor
     return _as(inner, mask.across(own, count(key.size(2))), query)
 
 
+def sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
+) -> Tensor:
+    """Attend by torch's scaled dot products, to the tokens of all ranks where they are divided over them.
+
+    It is for attentions of packs in the place of such as do not look theirs up in transformers' table.
+
+    Args:
+        module: the attention, whose `plan_attends` is True.
+        query: (B, H, L, D).
+        key: (B, H, L, D).
+        value: (B, H, L, D).
+        mask: (B or 1, H or 1, S, S) of all tokens of the call, True where a query sees a key; None: ``is_causal``.
+        is_causal: without a mask, tokens see those before them alone.
+
+    Returns:
+        (B, L, H, D).
+    """
+    out, _ = _attention_function("sdpa")(module, query, key, value, mask, is_causal=is_causal)
+    return out
+
+
 def _divided(
     inner: str,
     shard: ContextShard,
@@ -240,7 +262,8 @@ def _native(inner: str, module: nn.Module) -> Callable[..., Any]:
 
 def _defining(cls: type) -> type:
     """Return the class of a library that wrote the forward of ``cls``."""
-    return next(base for base in cls.__mro__ if base.__module__.startswith("transformers.") and "forward" in vars(base))
+    written = ("transformers.", "transformers_modules.")
+    return next(base for base in cls.__mro__ if base.__module__.startswith(written) and "forward" in vars(base))
 
 
 class _Context(DividedAttention):
@@ -251,6 +274,9 @@ class _Context(DividedAttention):
         "cache_position": -1,
         "position_embeddings": -2,
         "position_ids": -1,
+        # Of the remote code of ChatGLM2, (1 or B, S, D / 4, 2), and of the first Qwen, (1, S, 1, D).
+        "rotary_pos_emb": -3,
+        "rotary_pos_emb_list": -3,
     }
     caches = ("past_key_values", "cache")
     uses_cache = "use_cache"
@@ -284,9 +310,9 @@ class _Context(DividedAttention):
         if getattr(config, "add_cross_attention", False):
             return f"{type(model).__name__} attends to the states of an encoder too, of which each rank has all tokens"
         inner = config._attn_implementation
-        if inner not in _INNER:
+        if attentions and inner not in _INNER:
             return f"the model computes attention by {inner!r}, and {', '.join(_INNER)} are known"
-        if ring and inner != "sdpa":
+        if attentions and ring and inner != "sdpa":
             return (
                 "ring_attn computes what sdpa does; load the model with attn_implementation='sdpa', or use all_to_all"
             )

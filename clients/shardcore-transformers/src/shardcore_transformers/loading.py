@@ -14,7 +14,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +41,7 @@ from shardcore.weights.recipes import constant
 from shardcore.weights.weights import Weights
 from shardcore_transformers import _private
 from shardcore_transformers.quantizing import quantize_empty, quantizer_of, refuse_packed_files
+from shardcore_transformers.remote import copying_code, remote_model_of
 
 #: Options of the native ``from_pretrained`` that say where files are.
 _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
@@ -64,7 +65,6 @@ _REFUSED = {
     "from_tf": "weights are read from safetensors files; convert the checkpoint first",
     "from_flax": "weights are read from safetensors files; convert the checkpoint first",
     "state_dict": "weights are read from files; give their folder, or use shardcore.shard(model)",
-    "trust_remote_code": "build the model in your program, and give it to shardcore.shard(model, weights=folder)",
     "adapter_kwargs": "load the adapter after the model",
     "mirror": "it has no effect in transformers; leave it out",
 }
@@ -146,14 +146,17 @@ class _Skeleton:
         self._safe: bool | None = options.pop("use_safetensors", None)
         if options.pop("weights_only", True) is not True:
             raise ConfigError("shardcore.from_pretrained: weights_only=False would run code of the checkpoint")
+        self._trusts = bool(options.pop("trust_remote_code", None))
         hub = {name: options.pop(name) for name in _HUB if name in options}
         self._attributes = {name: value for name, value in options.items() if name not in _NOT_OF_CONFIG}
-        self.folder = _folder(self.place, hub, pickled=self._safe is False)
+        self.folder = _folder(self.place, hub, pickled=self._safe is False, code=self._trusts)
         given = _named(model_class)
         _look_for_adapter(Path(self.folder) / self._subfolder, self.place, given.__name__)
-        self.config = self._configuration(getattr(given, "config_class", None) or transformers.AutoConfig)
+        with copying_code() if self._trusts else nullcontext():
+            self.config = self._configuration(getattr(given, "config_class", None) or transformers.AutoConfig)
         refuse_packed_files(self.config, self.place)
-        self.cls = _chosen(given, self.config)
+        remote = remote_model_of(given, self.config, self.folder) if self._trusts else None
+        self.cls = remote or _chosen(given, self.config)
         self.files: Files | None = None
 
     def _configuration(self, config_class: Any) -> Any:
@@ -162,12 +165,16 @@ class _Skeleton:
         if isinstance(given, PretrainedConfig):
             return given
         where = self.folder if given is None else given
+        # Not told, it would ask on the terminal.
+        trusts = {"trust_remote_code": self._trusts} if config_class is transformers.AutoConfig else {}
         try:
             config, unused = config_class.from_pretrained(
-                where, return_unused_kwargs=True, subfolder=self._subfolder, **self._attributes
+                where, return_unused_kwargs=True, subfolder=self._subfolder, **trusts, **self._attributes
             )
         except Exception as error:
             first = " ".join(str(error).split())[:300]
+            if trusts and "trust_remote_code" in str(error):
+                first = "it needs code of its own (auto_map). If you trust it, pass trust_remote_code=True"
             raise ConfigError(
                 f"transformers cannot read the configuration of {self.place}: {type(error).__name__}: {first}"
             ) from error
@@ -230,13 +237,13 @@ _NOT_OF_CONFIG = frozenset(
 )
 
 
-def _folder(place: str, hub: dict[str, Any], *, pickled: bool) -> str:
+def _folder(place: str, hub: dict[str, Any], *, pickled: bool, code: bool) -> str:
     """Return the folder of a checkpoint; what the hub has is downloaded to the cache."""
     if Path(place).is_dir():
         return place
     if Path(place).exists() or place.count("/") > 1 or place.startswith((".", "/", "~")):
         raise ConfigError(f"{place} is no folder; give a folder with a config.json and .safetensors files")
-    patterns = ["*.json", "*.bin" if pickled else "*.safetensors"]
+    patterns = ["*.json", "*.bin" if pickled else "*.safetensors", *(["*.py"] if code else [])]
     hub.pop("proxies", None)
     try:
         return str(snapshot_download(place, allow_patterns=patterns, **hub))

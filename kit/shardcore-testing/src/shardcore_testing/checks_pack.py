@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 
 from shardcore.errors import PlanError
 from shardcore.hooks import PolicySpec
@@ -46,8 +47,8 @@ def _uncovered(specs: Iterable[PolicySpec], covered: set[str]) -> list[str]:
         if not is_met(spec.requires):
             continue
         module, _, name = spec.target.rpartition(".")
-        if not hasattr(importlib.import_module(module), name):
+        if "*" not in module and not hasattr(importlib.import_module(module), name):
             problems.append(f"{spec.target} does not exist; say for which releases it does with requires=")
-        elif spec.target not in covered:
+        elif not any(fnmatchcase(each, spec.target) for each in covered):
             problems.append(f"no case covers {spec.target}, so nothing shows that {spec.policy} is right")
     return problems

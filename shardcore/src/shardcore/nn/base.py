@@ -17,15 +17,7 @@ from shardcore.nn.costs import Collective, Site
 from shardcore.nn.layout import Layout, distribute
 from shardcore.nn.living import is_living
 from shardcore.nn.loading import take_full_tensors
-from shardcore.nn.mixin import (
-    add_mixin,
-    is_generated,
-    mixins,
-    name_in_tracebacks,
-    native_class,
-    once,
-    sharded_class,
-)
+from shardcore.nn.mixin import add_mixin, is_generated, mixins, name_in_tracebacks, native_class, once, sharded_class
 from shardcore.nn.process import watch_torch
 from shardcore.nn.sequence.shard import SequenceShard
 
@@ -83,6 +75,9 @@ class ParallelMixin(ParallelModule):
 
     #: Whether it sums its output over the ranks, so that a region ends there.
     plan_sums_output: ClassVar[bool] = False
+
+    #: Whether it asks the ranks of ``cp`` for their tokens, so that the library's attention need not.
+    plan_attends: ClassVar[bool] = False
 
     #: The outputs that the module captures from its layers, and that it gathers: "attentions", "hidden_states".
     plan_gathers: ClassVar[tuple[str, ...]] = ()

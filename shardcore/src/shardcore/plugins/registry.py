@@ -14,18 +14,13 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
 import importlib_metadata
 
 from shardcore import _env
-from shardcore.errors import (
-    AmbiguousPolicyError,
-    BrokenPackWarning,
-    NoPolicyError,
-    PackError,
-    UntestedVersionWarning,
-)
+from shardcore.errors import AmbiguousPolicyError, BrokenPackWarning, NoPolicyError, PackError, UntestedVersionWarning
 from shardcore.hooks import ParallelModuleSpec, PolicySpec
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore.plugins.loading import GROUP, Pack, as_text, complaint, load_packs
@@ -98,6 +93,7 @@ class Registry:
                 self._offers.setdefault(spec.target, []).append((spec, pack))
             for module in pack.modules:
                 self._brought.setdefault((module.target, module.replaces), []).append((module, pack))
+        self._patterns = [target for target in self._offers if "*" in target]
 
     @classmethod
     def discover(cls, entry_points: Iterable[importlib_metadata.EntryPoint] | None = None) -> Registry:
@@ -127,7 +123,10 @@ class Registry:
             NoPolicyError: no loaded pack serves the class.
         """
         for base in cls.__mro__:
-            offers = self._offers.get(full_name(base), ())
+            name = full_name(base)
+            offers = self._offers.get(name) or [
+                o for p in self._patterns if fnmatchcase(name, p) for o in self._offers[p]
+            ]
             # Asked only where something is required: most packs require nothing, and a warm shard() reads no versions.
             if offers := [offer for offer in offers if offer[0].requires is None or is_met(offer[0].requires)]:
                 spec, pack = _best("policies serve", cls, offers)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -78,7 +79,7 @@ def for_a_shell(text: str) -> str:
 
 def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
     """Say which pack to install or to write."""
-    starts = (pack for name in names for start, pack in families().items() if name.startswith(start))
+    starts = (pack for name in names for start, pack in families().items() if fnmatchcase(name, f"{start}*"))
     family = next(starts, None)
     here = next((pack for pack in packs if pack.distribution == family), None)
     if family and here is None:

@@ -73,6 +73,12 @@ class DividedLogits(VocabParallelLogits):
         return found
 
     @override
+    def transpose(self, first: int, second: int) -> Self:
+        found = super().transpose(first, second)
+        found._order = None
+        return found
+
+    @override
     def as_dtensor(self) -> Self:
         """Return itself: what its caller gets is decided around the whole model."""
         return self
@@ -89,13 +95,19 @@ class DividedLogits(VocabParallelLogits):
     def full_tensor(self) -> Tensor:
         """Return the logits of all tokens and words, (B, S, V), by an all-gather; every rank makes the call."""
         places = self._shard.last
-        whole = places is not None and self._order is not None and self._local.shape[1:] == (places.length, 1)
+        where, order = self._local, self._order
+        whole = places is not None and where.ndim == 3 and where.numel() == self._shard.rows * places.length
         if not whole or places is None or isinstance(self._rows, LazyLogits):
             self._refuse("logits of which the forward has left some out, or computed in the loss, made whole,")
         rows, width = self.local, self._vocabulary.size
         if rows.size(-1) != width:
             rows = gather_from_tp(rows, self._vocabulary.context.channel.exact, -1, width)
-        return self._shard.whole(rows.unflatten(0, (self._local.size(0), -1)), places)
+        if order is not None and where.size(1) == places.length:
+            return self._shard.whole(rows.unflatten(0, (where.size(0), -1)), places)
+        # Tokens and rows were swapped: each logit is put in its place.
+        own = (where[..., 0] >= 0).nonzero(as_tuple=True)
+        made = rows.new_zeros(*where.shape[:2], width).index_put(own, rows[where[own][:, 0]])
+        return sum_of_ranks(made, self._shard.groups.everybody)
 
     @override
     def _losses(self, labels: Tensor, smoothing: float) -> Tensor:

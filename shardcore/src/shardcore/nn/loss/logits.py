@@ -116,6 +116,12 @@ class VocabParallelLogits:
             self._refuse("flattening the vocabulary")
         return self._with_local(self._local.flatten(start_dim, end_dim))
 
+    def transpose(self, first: int, second: int) -> Self:
+        """Return the same logits with two dims swapped, neither of which is the last."""
+        if self.ndim - 1 in (first % self.ndim, second % self.ndim):
+            self._refuse("a transposition of the vocabulary")
+        return self._with_local(self._local.transpose(first, second))
+
     def __getitem__(self, index: Any) -> Self:
         parts = index if isinstance(index, tuple) else (index,)
         reaches = any(part is Ellipsis for part in parts) or len(parts) >= self.ndim

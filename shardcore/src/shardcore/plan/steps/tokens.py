@@ -134,7 +134,9 @@ class DivideTokens(Step):
             yield self.problem(f"no client for {library_of(model)!r} says how its attention is divided", todo)
             return
         attentions = tuple(model.get_submodule(path) for path in self.attentions)
-        everywhere = (*attentions, *map(model.get_submodule, self.across))
+        replaced = [m for m in attentions for s in plan.at_module(m) if any(kind.plan_attends for _, kind in s.mixins)]
+        native = [attention for attention in attentions if attention not in replaced]
+        everywhere = (*native, *map(model.get_submodule, self.across))
         if what := library.problem(model, everywhere, ring=self.rings > 1):
             yield self.problem(f"context parallelism: {what}", todo)
         dropouts = DropoutSites(attentions).probabilities if self.rings > 1 else ()
