@@ -78,6 +78,18 @@ def test_from_pretrained(pool, tmp_path):
     pool.run(as_native, str(tmp_path / "chatglm2"), str(tmp_path / "saved"))
 
 
+def test_one_rank_alone():
+    native, model = build(CAUSAL), shardcore.shard(build(CAUSAL), tp=1)
+    batch = inputs(native, 1)
+    wanted, got = (each(**batch, output_hidden_states=True) for each in (native, model))
+    for states, others in zip(wanted.hidden_states, got.hidden_states, strict=True):
+        torch.testing.assert_close(others, states, atol=1e-12, rtol=0)
+    wanted.loss.backward()
+    got.loss.backward()
+    for one, other in zip(native.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, atol=1e-12, rtol=0)
+
+
 @torch.no_grad()
 def with_a_cache(fields):
     model, ids = build(CAUSAL).eval(), torch.arange(2, 14).view(2, 6)

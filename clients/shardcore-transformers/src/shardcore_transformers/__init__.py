@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 from shardcore._lazy import on_first_use
 
 if TYPE_CHECKING:
-    from shardcore_transformers._context import sdpa
+    from shardcore_transformers._context import divides, sdpa
     from shardcore_transformers.pretrained import BaseModelPolicy, PretrainedPolicy, prepared_by_shardcore
     from shardcore_transformers.remote import remote_class
 
-__all__ = ["BaseModelPolicy", "PretrainedPolicy", "prepared_by_shardcore", "remote_class", "sdpa"]
+__all__ = ["BaseModelPolicy", "PretrainedPolicy", "divides", "prepared_by_shardcore", "remote_class", "sdpa"]
 
 if not TYPE_CHECKING:
     __getattr__ = on_first_use(
         __name__,
         {
-            "shardcore_transformers._context": ("sdpa",),
+            "shardcore_transformers._context": ("divides", "sdpa"),
             "shardcore_transformers.pretrained": ("BaseModelPolicy", "PretrainedPolicy", "prepared_by_shardcore"),
             "shardcore_transformers.remote": ("remote_class",),
         },

@@ -96,6 +96,14 @@ class _Given(TokenMask):
         return self._mask[:, :, queries][..., keys]
 
 
+class _OfKeys(_Given):
+    """Which keys tokens see, (B or 1, H or 1, 1, S), of those before them."""
+
+    def block(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return it for tokens at these positions."""
+        return self._mask[..., keys] & (queries[:, None] >= keys[None])
+
+
 class _None(TokenMask):
     """No mask: what tokens see is the attention's own affair."""
 
@@ -185,13 +193,23 @@ def sdpa(
         key: (B, H, L, D).
         value: (B, H, L, D).
         mask: (B or 1, H or 1, S, S) of all tokens of the call, True where a query sees a key; None: ``is_causal``.
-        is_causal: without a mask, tokens see those before them alone.
+            Where tokens are divided it may be (B or 1, H or 1, 1, S), for keys alone.
+        is_causal: without a mask, or with one for keys alone, tokens see those before them alone.
 
     Returns:
         (B, L, H, D).
     """
-    out, _ = _attention_function("sdpa")(module, query, key, value, mask, is_causal=is_causal)
+    seen: Any = mask
+    if mask is not None and is_causal and mask.size(-2) == 1 < mask.size(-1):
+        seen = _OfKeys(mask)
+    out, _ = _attention_function("sdpa")(module, query, key, value, seen, is_causal=is_causal)
     return out
+
+
+def divides(module: nn.Module) -> int | None:
+    """Return how many tokens the call has of which an attention has a part; None if it has all."""
+    shard = shard_of(module)
+    return None if shard is None or shard.now is None else shard.now.length
 
 
 def _divided(

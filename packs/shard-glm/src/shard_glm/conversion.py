@@ -7,18 +7,16 @@ Names change, and the one linear for queries, keys and values is cut in three. C
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GlmConfig
 
+from shard_llama.conversion import require, rewrite
 from shardcore.errors import ConfigError
 
 #: Options of ChatGLM2 of which GLM knows one value alone.
@@ -51,7 +49,7 @@ _LEFT_OUT = "transformer.rotary_pos_emb.inv_freq"
 
 
 def convert(source: str | Path, target: str | Path) -> None:
-    """Write the checkpoint in the folder ``source`` to ``target`` as one of GLM, file by file: one is in memory.
+    """Write the checkpoint of a ChatGLM2 in the folder ``source`` to ``target`` as one of GLM, file by file.
 
     The tokenizer's files are not copied.
 
@@ -59,24 +57,7 @@ def convert(source: str | Path, target: str | Path) -> None:
         ConfigError: ``source`` holds no safetensors files, a tensor that ChatGLM2 has not, or a model with options that
             GLM has not.
     """
-    source, target = Path(source), Path(target)
-    files = sorted(source.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{source} holds no .safetensors files; give the folder of a checkpoint that has them")
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    made = configuration(config)
-    target.mkdir(parents=True, exist_ok=True)
-    where: dict[str, str] = {}
-    for file in files:
-        with safe_open(file, "pt") as stored:
-            names = list(stored.keys())
-            state = dict(renamed({name: stored.get_tensor(name) for name in names}, made))
-        save_file(state, target / file.name, {"format": "pt"})
-        where |= dict.fromkeys(state, file.name)
-    if len(files) > 1:
-        index = {"metadata": {}, "weight_map": dict(sorted(where.items()))}
-        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    made.save_pretrained(target)
+    rewrite(source, target, configuration, renamed)
 
 
 def configuration(config: Mapping[str, Any]) -> Any:
@@ -85,12 +66,7 @@ def configuration(config: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: it has an option that GLM has not.
     """
-    for name, only in _ONLY.items():
-        if config.get(name, only) != only:
-            raise ConfigError(
-                f"a ChatGLM2 with {name}={config[name]!r} cannot be a GLM, which knows {only!r} alone; load it with "
-                "its own code: shardcore.from_pretrained(..., trust_remote_code=True)"
-            )
+    require(config, _ONLY, "ChatGLM2", "GLM")
     return GlmConfig(
         architectures=["GlmForCausalLM"],
         dtype=config.get("dtype") or config.get("torch_dtype"),

@@ -18,8 +18,12 @@ _HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassifi
 
 @hookimpl
 def shardcore_policies() -> list[PolicySpec]:
-    """Serve Qwen2 and Qwen3, dense and with experts, and their heads."""
-    return [
+    """Serve Qwen2 and Qwen3, dense and with experts, with their heads, and the remote code of the first Qwen."""
+    remote = [
+        PolicySpec(target=f"transformers_modules.*.QWen{name}", policy="shard_qwen.first:QWenPolicy")
+        for name in ("Model", "LMHeadModel")
+    ]
+    return remote + [
         PolicySpec(
             target=f"transformers.models.{module}.modeling_{module}.{family}{head}",
             policy=policy,
@@ -33,4 +37,4 @@ def shardcore_policies() -> list[PolicySpec]:
 @hookimpl
 def shardcore_conformance_cases() -> list[str]:
     """Test every class, and the ways in which decoders differ."""
-    return ["shard_qwen.cases:cases"]
+    return ["shard_qwen.cases:cases", "shard_qwen.first_cases:cases"]

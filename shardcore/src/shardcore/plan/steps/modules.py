@@ -86,9 +86,10 @@ class Swap(Step):
     @override
     def prepare(self, ctx: ApplyContext) -> Commit:
         module, tokens = ctx.model.get_submodule(self.path), ctx.tokens_at(self.path)
+        context: Any = ctx.shared if self.splits else ctx.context
 
         def commit() -> None:
-            self.target.swap_class(module, ctx.shared, **dict(self.options))._take_sequence(tokens)
+            self.target.swap_class(module, context, **dict(self.options))._take_sequence(tokens)
 
         return commit
 
