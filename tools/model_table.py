@@ -13,6 +13,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,10 @@ def rows_of(pack: Pack) -> list[Row]:
         model = case.build()
         cases.setdefault(f"{type(model).__module__}.{type(model).__qualname__}", []).append((case, model))
     targets = dict.fromkeys(spec.target for spec in found.specs if is_met(spec.requires))
-    return [_row(target, cases[target], plugin) for target in targets if target in cases]
+    rows = (
+        (target, [case for name in cases if fnmatchcase(name, target) for case in cases[name]]) for target in targets
+    )
+    return [_row(target, own, plugin) for target, own in rows if own]
 
 
 def _row(target: str, cases: Sequence[tuple[Case, Any]], plugin: str) -> Row:
@@ -108,8 +112,12 @@ def _row(target: str, cases: Sequence[tuple[Case, Any]], plugin: str) -> Row:
         " ".join(sorted(outputs)),
         "+".join(map(str, cases[0][0].collectives)),
     )
-    library, _, name = target.partition(".")[0], *target.rpartition(".")[1:]
-    return Row(library, name, cells)
+    return Row(*_library_and_name(target), cells)
+
+
+def _library_and_name(target: str) -> tuple[str, str]:
+    """Return the first and the last part of a name; remote code has the library that loads it."""
+    return target.partition(".")[0].removesuffix("_modules"), target.rpartition(".")[2]
 
 
 def _splits_logits(case: Case, model: Any, plugin: str) -> bool:
@@ -163,7 +171,7 @@ def _exceptions(pack: Pack) -> Iterator[str]:
         accepted.setdefault(spec.target, []).append(spec.requires)
     left_out: dict[str, list[str]] = {}
     for target, needs in accepted.items():
-        library, _, name = target.partition(".")[0], *target.rpartition(".")[1:]
+        library, name = _library_and_name(target)
         without = [r for r in pack.matrix[library] if not any(n is None or _accepts(n, r) for n in needs)]
         if without:
             left_out.setdefault(f"{library} {', '.join(without)}", []).append(f"`{name}`")

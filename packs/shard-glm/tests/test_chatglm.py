@@ -140,8 +140,23 @@ def test_a_layout_with_rows_first_is_refused():
         shardcore.shard(model, tp=1)
 
 
-def test_as_a_glm(tmp_path):
+def test_shapes_are_looked_for_without_a_fuser():
+    """The rotation of the published code is scripted, with a fuser that raises on the meta device."""
+    model, seen = shardcore.shard(build(CAUSAL), tp=1).to("meta"), []
+    attention = model.transformer.encoder.layers[0].self_attention
+    attention.query_key_value.register_forward_hook(lambda *_: seen.append(torch._C._get_graph_executor_optimize()))
+    model(torch.zeros(1, 3, dtype=torch.long, device="meta"))
+    assert seen == [False]
+    assert torch._C._get_graph_executor_optimize()
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_as_a_glm(tmp_path, pickled):
     native = saved(tmp_path / "chatglm2")
+    if pickled:
+        for file in (tmp_path / "chatglm2").glob("model*"):
+            file.unlink()
+        torch.save(native.state_dict(), tmp_path / "chatglm2" / "pytorch_model.bin")
     convert(tmp_path / "chatglm2", tmp_path / "glm")
     model, info = GlmForCausalLM.from_pretrained(tmp_path / "glm", output_loading_info=True)
     assert not any(info.values())

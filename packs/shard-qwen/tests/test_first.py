@@ -102,7 +102,7 @@ def test_tokens_over_ranks(pool, padding):
 
 
 def test_as_a_qwen2(tmp_path):
-    native = saved(tmp_path / "qwen")
+    native = saved(tmp_path / "qwen", rotary_emb_base=777.0)
     convert(tmp_path / "qwen", tmp_path / "qwen2")
     model, info = Qwen2ForCausalLM.from_pretrained(tmp_path / "qwen2", output_loading_info=True)
     assert not any(info.values())

@@ -6,8 +6,10 @@ as it is written, and returns tokens second again; caches stay (S, B, groups, D)
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -15,6 +17,7 @@ from shardcore.nn import ParallelMixin
 from shardcore.policy import HeadCounts, Heads, ModulePolicy, Rule, Stages, Word
 from shardcore.styles import (
     attribute,
+    col,
     head,
     local_heads,
     local_kv_heads,
@@ -63,7 +66,8 @@ class ChatGLMPolicy(BaseModelPolicy):
             self.base: [
                 refuse(_has_rows_first, _ROWS_FIRST, todo="load such a checkpoint as GlmForCausalLM"),
                 vocab("embedding.word_embeddings"),
-                head("output_layer"),
+                # The decoder alone leaves it to its caller.
+                head("output_layer") if self.inside else col("output_layer", gather_output=True),
             ],
             encoder: [
                 norm("final_layernorm", rms=rms),
@@ -125,7 +129,10 @@ class TokensFirstInside(_Layout):
         self, hidden_states: Tensor, attention_mask: Any, rotary_pos_emb: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Return what the native attention does, (B, S, H), and its cache."""
-        return super().forward(_swapped(hidden_states), attention_mask, _swapped(rotary_pos_emb), *args, **kwargs)
+        # Its rotation is a scripted function, whose fuser knows no meta device, on which pipelines look for shapes.
+        unfused: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]  # it is documented, not in __all__
+        with unfused(False) if hidden_states.is_meta else contextlib.nullcontext():
+            return super().forward(_swapped(hidden_states), attention_mask, _swapped(rotary_pos_emb), *args, **kwargs)
 
 
 class Attends(_Layout):

@@ -54,7 +54,7 @@ def convert(source: str | Path, target: str | Path) -> None:
     The tokenizer's files are not copied.
 
     Raises:
-        ConfigError: ``source`` holds no safetensors files, a tensor that ChatGLM2 has not, or a model with options that
+        ConfigError: ``source`` holds no weights, a tensor that ChatGLM2 has not, or a model with options that
             GLM has not.
     """
     rewrite(source, target, configuration, renamed)

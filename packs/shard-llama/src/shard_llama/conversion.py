@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardcore.errors import ConfigError
@@ -25,7 +25,7 @@ def rewrite(
     The tokenizer's files are not copied.
 
     Args:
-        source: a folder with a config.json and .safetensors files.
+        source: a folder with a config.json and .safetensors files, or else pytorch_model*.bin, of which no code runs.
         target: a folder, which is made if it is missing.
         configuration: returns the configuration of the new class for what config.json holds.
         renamed: yields the tensors of the new class for those of a file, and that configuration.
@@ -34,22 +34,27 @@ def rewrite(
         ConfigError: there are no such files; or what the two callables raise.
     """
     source, target = Path(source), Path(target)
-    files = sorted(source.glob("*.safetensors"))
+    files = sorted(source.glob("*.safetensors")) or sorted(source.glob("pytorch_model*.bin"))
     if not files:
-        raise ConfigError(f"{source} holds no .safetensors files; give the folder of a checkpoint that has them")
+        raise ConfigError(f"{source} holds no .safetensors and no pytorch_model*.bin; give the folder of a checkpoint")
     made = configuration(json.loads((source / "config.json").read_text(encoding="utf-8")))
     target.mkdir(parents=True, exist_ok=True)
     where: dict[str, str] = {}
     for file in files:
-        with safe_open(file, "pt") as stored:
-            names = list(stored.keys())
-            state = dict(renamed({name: stored.get_tensor(name) for name in names}, made))
-        save_file(state, target / file.name, {"format": "pt"})
-        where |= dict.fromkeys(state, file.name)
+        name = file.name if file.suffix == ".safetensors" else f"{file.stem.removeprefix('pytorch_')}.safetensors"
+        state = dict(renamed(_tensors(file), made))
+        save_file({key: tensor.contiguous() for key, tensor in state.items()}, target / name, {"format": "pt"})
+        where |= dict.fromkeys(state, name)
     if len(files) > 1:
         index = {"metadata": {}, "weight_map": dict(sorted(where.items()))}
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     made.save_pretrained(target)
+
+
+def _tensors(file: Path) -> Mapping[str, Tensor]:
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=True)  # type: ignore[no-any-return]  # as saved
 
 
 def require(config: Mapping[str, Any], only: Mapping[str, Any], old: str, new: str) -> None:

@@ -47,7 +47,7 @@ def convert(source: str | Path, target: str | Path) -> None:
     The tokenizer's files are not copied.
 
     Raises:
-        ConfigError: ``source`` holds no safetensors files, a tensor that Qwen has not, or a model with options that
+        ConfigError: ``source`` holds no weights, a tensor that Qwen has not, or a model with options that
             Qwen2 has not.
     """
     rewrite(source, target, configuration, renamed)
@@ -71,7 +71,7 @@ def configuration(config: Mapping[str, Any]) -> Any:
         num_key_value_heads=config["num_attention_heads"],
         max_position_embeddings=config["seq_length"],
         rms_norm_eps=config["layer_norm_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": float(config["rotary_emb_base"])},
+        rope_theta=float(config["rotary_emb_base"]),
         attention_dropout=0.0,  # which Qwen's kernel is not told of
         tie_word_embeddings=False,
         **{name: config.get(name) for name in _TOKENS},
