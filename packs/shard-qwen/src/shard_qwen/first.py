@@ -63,7 +63,8 @@ class Attends(ParallelMixin):
         """Return what the native attention does; of this rank's tokens (B, L, H) where they are divided, no cache.
 
         Raises:
-            NotSupportedError: rows whose positions are slowed differently, or queries that grow with their position.
+            NotSupportedError: rows whose positions are slowed differently, queries that grow with their position, or
+                padding before words, which the native attention lets see all tokens alike.
         """
         tokens = divides(self)
         if tokens is None:
@@ -75,11 +76,17 @@ class Attends(ParallelMixin):
                 "under context parallelism: pass no mask and set use_logn_attn=False, or shard without "
                 "context_parallel_size"
             )
+        seen = None if attention_mask is None else attention_mask == 0  # (B, 1, 1, S)
+        if seen is not None and not seen.is_meta and not bool(seen[..., 0].all()):
+            raise NotSupportedError(
+                f"{type(self).__name__} under context parallelism got rows that begin with padding: pad at their end "
+                "(padding_side='right'), or shard without context_parallel_size"
+            )
         parts = self.c_attn(hidden_states).split(self.split_size, -1)  # type: ignore[operator]  # a linear
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         q, k = (_rotated(x, *rotary_pos_emb_list[0]) for x in (q, k))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = sdpa(self, q, k, v, None if attention_mask is None else attention_mask == 0, is_causal=True)
+        out = sdpa(self, q, k, v, seen, is_causal=True)
         return self.c_proj(out.flatten(2)), None  # type: ignore[operator]  # a linear
 
 
