@@ -13,12 +13,17 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 import shardcore
 from shard_qwen.conversion import convert
 from shard_qwen.first_cases import CODE, build
+from shardcore.comm.strided import torch_lacks
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore_testing import text_batch
 from shardcore_testing.parity import whole
+from shardcore_transformers._context import CONTEXT
 
 CAUSAL = "QWenLMHeadModel"
 AUTO = {"AutoConfig": "configuration_qwen.QWenConfig", "AutoModelForCausalLM": f"modeling_qwen.{CAUSAL}"}
+
+FUSED = pytest.mark.skipif(torch_lacks() is not None, reason="fused linears need torch 2.12")
+DIVIDED = pytest.mark.skipif(CONTEXT.lacks() is not None, reason="context parallelism needs transformers 5.24")
 
 
 def saved(folder, **options):
@@ -48,6 +53,7 @@ def as_native(folder, out):
     torch.testing.assert_close(again(**batch).logits, wanted.logits, atol=1e-12, rtol=0)
 
 
+@FUSED
 def test_from_pretrained(pool, tmp_path):
     saved(tmp_path / "qwen")
     pool.run(as_native, str(tmp_path / "qwen"), str(tmp_path / "saved"))
@@ -65,12 +71,14 @@ def in_evaluation(fields):
     assert got.past_key_values[0][0].shape == (2, 6, 2, 12)  # of this rank's heads
 
 
+@FUSED
 @pytest.mark.parametrize("sequence", [False, True])
 def test_longer_than_it_was_made_for(pool, sequence):
     """Rotations are slowed, by the length of each row, and queries grow."""
     pool.run(in_evaluation, {"tp": 2, "enable_sequence_parallelism": sequence})
 
 
+@FUSED
 def test_a_generate_of_its_own():
     """Such as the published code has, which transformers makes a model that generates only where it loads it."""
     model = build(CAUSAL)
@@ -102,6 +110,8 @@ def divided(padding):
         sharded(ids[:, :8], attention_mask=mask.flip(1)[:, :8])
 
 
+@FUSED
+@DIVIDED
 @pytest.mark.parametrize("padding", [False, True])
 def test_tokens_over_ranks(pool, padding):
     pool.run(divided, padding)
