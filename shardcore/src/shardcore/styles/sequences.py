@@ -74,9 +74,8 @@ def sequence(
         if scope.config.enable_sequence_parallelism:
             scope.add(ShardSequence(**where))
 
-    options = {"attention": names_of(attention), "cross_attention": cross_attention, "heads": heads}
-    given = {name: value for name, value in options.items() if value}
-    text = written("sequence", scatter=scatter, gather=gather, stack=stack, **given)
+    named = {"attention": names_of(attention) or None, "cross_attention": cross_attention or None, "heads": heads}
+    text = written("sequence", scatter=scatter, gather=gather, stack=stack, **named)
     return Word(text=text, optional=optional, planned=plan)
 
 
