@@ -7,7 +7,7 @@ later, perhaps after another call, recomputes it for the same.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -235,7 +235,7 @@ def _returned(out: Any, shard: ContextShard, *, keeps: bool, cached: bool, captu
             return value if keeps or value.lazy else value.full_tensor()
         return tuple(map(shard.whole_captured, value)) if captured and isinstance(value, tuple) else value
 
-    leaves_out = (lambda value: False) if cached else shard.library.is_cache
+    leaves_out: Callable[[Any], bool] = (lambda value: False) if cached else shard.library.is_cache
     if isinstance(out, tuple):
         return tuple(whole(value) for value in out if not leaves_out(value))
     return type(out)(**{name: whole(value) for name, value in out.items() if not leaves_out(value)})
