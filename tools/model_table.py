@@ -39,7 +39,7 @@ parallelism, split losses, generation, recomputation. The conformance kit tests 
 * **tp**: the numbers of tensor-parallel ranks, besides 1, at which its tiny models are compared with unsharded ones.
   3 is among them where heads may be unequal on the ranks; else the ranks divide the heads.
 * **seq**: `enable_sequence_parallelism=True`.
-* **cp**: `context_parallel_size`, with transformers 5.24; [how](docs/context-parallel.md).
+* **cp**: `context_parallel_size`, with transformers 5.24; [how](docs/long-contexts.md).
 * **loss**: `parallel_output=True` and `loss_chunk_size`, for classes with a head over a vocabulary.
 * **gen**: `generate`.
 * **rec**: `gradient_checkpointing_enable`; ✓ with both values of `use_reentrant`.
