@@ -31,9 +31,10 @@ EXACT = {
     "split": 0.9,
     "attention": 1.0,
     "ways": WAYS,
+    "blocks": True,
 }
-PACKED = {**EXACT, "class": "B", "way": "llama", "attention": None}
-REFUSED = {"class": "C", "state": "refused", "way": "inferred", "reason": "nothing | could\nbe `split`"}
+PACKED = {**EXACT, "class": "B", "way": "llama", "attention": None, "blocks": False}
+REFUSED = {"class": "C", "state": "refused", "way": "inferred", "reason": "nothing | could\nbe `split`", "blocks": None}
 
 
 def test_a_row_for_each_class_and_the_totals() -> None:
@@ -44,7 +45,11 @@ def test_a_row_for_each_class_and_the_totals() -> None:
     assert "sequence 2 of 2 (0 differ), pipeline 0 of 2 (0 differ)" in text
     assert "| `C` | inferred | refused | `nothing / could be split` |" in text
     assert "Of 7 classes 3 were measured: 2 are exact, 0 differ, 1 are refused" in text
-    assert "4 were not reached. Of the 2 exact ones 1 have no pack; of the 1 with attention modules 1 have more" in text
+    assert (
+        "4 were not reached. Of the 2 exact ones 1 have no pack; of the 1 with attention modules 1 (100%) have" in text
+    )
+    assert "2 of the classes have a transformer's blocks" in text
+    assert "Of these 50.0% are exact: 1 are exact, 0 differ, 1 are refused" in text
 
 
 def test_the_newest_result_of_a_class_counts(tmp_path) -> None:
@@ -69,6 +74,12 @@ def test_a_class_that_ends_is_told_from_one_that_takes_too_long() -> None:
     assert census._Child(dies).answer(30)["reason"] == "the process died"
     assert census._Child(sleeps, leads=True).answer(0.2)["reason"] == "took more than 0 s"
     assert "ZeroDivisionError" in census._Child(lambda: {"x": 1 / 0}).answer(30)["reason"]
+
+
+def test_what_has_the_blocks_of_a_transformer() -> None:
+    transformers = census.transformers
+    names = ("LlamaForCausalLM", "MambaForCausalLM", "ResNetModel", "TimmWrapperModel")
+    assert [census.has_blocks(getattr(transformers, name)) for name in names] == [True, True, False, None]
 
 
 def test_first_is_a_class_of_each_type_that_has_a_plan_and_no_pack() -> None:

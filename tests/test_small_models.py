@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardcore_testing import Case, Supports
 from shardcore_testing.checks import examine
@@ -74,6 +75,33 @@ def test_a_class_that_generates_is_a_decoder() -> None:
     assert small_model(transformers.ElectraForCausalLM, given, generating=True).settings["is_decoder"] is True
     assert "is_decoder" not in small_model(transformers.ElectraForMaskedLM, given, generating=True).settings
     assert small_model(transformers.ElectraForCausalLM, given).model.config.is_decoder is False  # as it was given
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("LongformerForQuestionAnswering", "input_ids"),  # with three marks between question and text
+        ("LxmertForQuestionAnswering", "visual_feats"),
+        ("MusicgenForCausalLM", "input_ids"),  # a row for each codebook
+        ("PatchTSTForRegression", "past_values"),
+        ("Pix2StructForConditionalGeneration", "flattened_patches"),
+        ("SpeechT5ForTextToSpeech", "decoder_input_values"),
+        ("ViTMAEModel", "noise"),
+    ],
+)
+def test_what_only_some_models_take_is_made(name: str, argument: str) -> None:
+    small = small_model(getattr(transformers, name))
+    assert argument in small.inputs
+    twice = [small.model(**small.inputs) for _ in range(2)]
+    for first, second in zip(*map(tree_leaves, twice), strict=True):
+        assert not isinstance(first, torch.Tensor) or torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["VitPoseForPoseEstimation", "VisionEncoderDecoderModel"])
+def test_sizes_that_must_fit_each_other_are_divided_all_alike(name: str) -> None:
+    small = small_model(getattr(transformers, name))
+    assert sum(parameter.numel() for parameter in small.model.parameters()) < 2e6
+    assert "pixel_values" in small.inputs
 
 
 @pytest.mark.nightly

@@ -24,6 +24,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import time
@@ -58,21 +59,57 @@ PAGE = ROOT / "docs" / "census.md"
 RESULTS = ROOT / ".nox" / "census.jsonl"
 
 _FORK = multiprocessing.get_context("fork")
-_LIMIT = 120.0  # seconds for a class
+_LIMIT = 240.0  # seconds for a class
 #: Sizes of the model that is compared, where they differ from those of the copy that a policy is inferred from: what is
 #: right by accident in the copy is wrong here.
 _SIZES = {"words": 131, "heads": 8, "width": 64, "inner": 72}
 
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
+_TURNS = {"rope_type": "default", "rope_theta": 1e4}
+_SLIDING = [*["sliding_attention"] * 3, "full_attention"]
+_MIXTURE = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
 #: Switches that the checkpoints of a model type have, and the default of its configuration lacks: it cannot be called.
+#: They are of a model type, of the configuration of a part, or of a class.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "chameleon": {"vocabulary_map": {"<image>": 4}},
+    "cohere_compass_text": {
+        "layer_types": _SLIDING * 10,
+        "rope_parameters": {"full_attention": _TURNS, "sliding_attention": _TURNS},
+    },
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "deepseek_ocr2_text": {
+        **_MIXTURE,
+        "mlp_layer_types": ["dense", *["sparse"] * 31],
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "diffusion_gemma_text": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704},
+    "dots1": _MIXTURE,
+    "emu3": {"vocabulary_map": {"<image>": 4, "<|extra_200|>": 5}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_TURNS, "mrope_section": [24, 24, 16]}},
     "glm4v_text": _MROPE,
     "granitemoehybrid": {"layer_types": [*["mamba"] * 5, "attention", *["mamba"] * 26]},
+    "hiera": {"decoder_hidden_size": 512, "decoder_depth": 8, "decoder_num_heads": 16},
+    "hunyuan_vl_text": {"head_dim": 128, "rope_parameters": {**_TURNS, "mrope_section": [16, 16, 16, 16]}},
+    "instructblip": {"image_token_index": 32000},
+    "instructblipvideo": {"video_token_index": 32000},
     "lfm2_moe": {"layer_types": [*["conv"] * 2, "full_attention", *["conv"] * 29]},
+    "llama4_text": {"hidden_size": 1280, "num_attention_heads": 10, "num_key_value_heads": 2},
+    "llama4_vision_model": {"hidden_size": 1024, "intermediate_size": 4096},
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
+    "moonshine_streaming": {"num_key_value_heads": 8},
     "qwen2_5_vl_text": _MROPE,
     "qwen2_vl_text": _MROPE,
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
+    "sapiens2": {"head_config": {"upsample_out_channels": [768, 512], "conv_out_channels": [512, 512]}},
+    "T5GemmaEncoderModel": {"is_encoder_decoder": False},
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -108,15 +145,20 @@ def _planned(kind: str) -> bool:
 def measure(name: str) -> dict[str, Any]:
     """Return what one class comes to: its ``state``, with the ``reason`` or the errors."""
     cls = getattr(transformers, name)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"blocks": has_blocks(cls)}
     model: Any
     policy, left_out = None, ""
     try:
-        small = small_model(cls, _configuration(cls), sizes=_SIZES)
+        config = _configuration(cls)
+    except Exception as error:  # the class of configurations takes its own default for wrong
+        return {**found, "state": "not built", "reason": f"{type(error).__name__}: {error}"}
+    try:
+        small = small_model(cls, config, sizes=_SIZES)
         model, inputs, left_out = small.model.requires_grad_(), small.inputs, small.left_out
     except ShardcoreError as error:
         if (case := _case_of(cls)) is None:
-            return {"state": "not built", "reason": str(error)}
+            state = "no library" if "ImportError: " in str(error) else "not built"
+            return {**found, "state": state, "reason": str(error)}
         model, inputs = case
     try:
         found["way"] = default_registry().resolve(cls).pack.name
@@ -148,6 +190,16 @@ def measure(name: str) -> dict[str, Any]:
     return found | worst
 
 
+def has_blocks(cls: Any) -> bool | None:
+    """Tell whether a class has modules of attention, or of what mixes tokens in its place; None if it is not built."""
+    try:
+        with torch.device("meta"):
+            model: nn.Module = cls(_configuration(cls))
+    except Exception:
+        return None
+    return any(re.search(r"Atten|Attn|Mixer|Mamba|Rwkv|LSTM", type(module).__name__) for module in model.modules())
+
+
 def _case_of(cls: type[nn.Module]) -> tuple[nn.Module, dict[str, Any]] | None:
     """Return a small model of a class that the conformance kit of its pack has, in evaluation, and a call of it."""
     try:
@@ -167,12 +219,17 @@ def _by_trouble(said: str) -> tuple[bool, bool]:
 
 def _configuration(cls: Any) -> Any:
     config = cls.config_class()
-    for part in (config, getattr(config, "text_config", None)):
-        given = _SETTINGS.get(getattr(part, "model_type", ""), {})
-        if part is not None and given:
-            fresh = type(part)(**given)
-            config = fresh if part is config else type(config)(text_config=fresh.to_dict())
-    return config
+    given = _settings(config) | _SETTINGS.get(cls.__name__, {})
+    return type(config)(**given) if given else config
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return what a configuration is built from, so that it and its parts have the switches of checkpoints."""
+    found = dict(_SETTINGS.get(config.model_type, {}))
+    for name, part in vars(config).items():
+        if isinstance(part, transformers.PreTrainedConfig) and (inner := _settings(part)):
+            found[name] = type(part)(**inner).to_dict()
+    return found
 
 
 class _Child:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from census_ranks import WAYS  # from tools/
@@ -36,6 +36,7 @@ _STATES = {
     "exact": "are exact",
     "differs": "differ",
     "refused": "are refused with a reason before anything is changed",
+    "no library": "need a library that is not installed here",
     "not built": "could not be built or called here",
     "random": "draw numbers, so that two calls of the unsharded model differ",
     "failed": "ended otherwise, as the table says",
@@ -45,16 +46,27 @@ _SHORT = 240  # characters of a reason
 
 def totals(results: Mapping[str, Mapping[str, Any]], missing: int) -> str:
     """Return the numbers in words; ``missing`` classes have no result."""
-    counts = Counter(result["state"] for result in results.values())
     exact = [result for result in results.values() if result["state"] == "exact"]
     attending = [result for result in exact if result["attention"] is not None]
     split = sum(result["attention"] > _MOST for result in attending)
-    said = [f"{counts[state]} {words}" for state, words in _STATES.items() if counts[state] or state == "differs"]
     inferred = sum(result["way"].startswith("inferred") for result in exact)
+    mixing = [result for result in results.values() if result["blocks"] is not False]
+    of_blocks = sum(result["state"] == "exact" for result in mixing)
     return (
-        f"Of {len(results) + missing} classes {len(results)} were measured: {', '.join(said)}; {missing} were not "
-        f"reached. Of the {len(exact)} exact ones {inferred} have no pack; of the {len(attending)} with attention "
-        f"modules {split} have more than half of their parameters split. {_ways(exact)}"
+        f"Of {len(results) + missing} classes {len(results)} were measured: {_counted(results.values())}; {missing} "
+        f"were not reached. Of the {len(exact)} exact ones {inferred} have no pack; of the {len(attending)} with "
+        f"attention modules {split} ({split / max(len(attending), 1):.0%}) have more than half of their parameters "
+        f"split. {_ways(exact)}\n\n"
+        f"{len(mixing)} of the classes have a transformer's blocks: attention, or what mixes tokens in its place. Of "
+        f"these {of_blocks / max(len(mixing), 1):.1%} are exact: {_counted(mixing)}. The others are convolutions "
+        "throughout, of which tensor parallelism splits little or nothing."
+    )
+
+
+def _counted(results: Iterable[Mapping[str, Any]]) -> str:
+    counts = Counter(result["state"] for result in results)
+    return ", ".join(
+        f"{counts[state]} {words}" for state, words in _STATES.items() if counts[state] or state == "differs"
     )
 
 

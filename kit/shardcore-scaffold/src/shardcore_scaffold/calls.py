@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardcore.errors import ConfigError
 from shardcore_planner.calls import labels_of
+from shardcore_scaffold.arguments import FIXED, MAKERS, completed, patches_of
 
 #: Classes of a head.
 LABELS = 3
@@ -18,6 +19,7 @@ LABELS = 3
 FIRST_WORD = 24
 _WORDS, _ROWS, _TOKENS, _CHOICES = 97, 2, 9, 2
 _FRAMES = 64  # of a spectrogram
+_MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 
 
 def calls(model: Any, seed: int = 0, *, media: bool = True) -> Iterator[dict[str, Any]]:
@@ -27,27 +29,25 @@ def calls(model: Any, seed: int = 0, *, media: bool = True) -> Iterator[dict[str
     is text alone, and nothing for a model that takes no text.
 
     Raises:
-        ConfigError: it takes something that is not known.
+        ConfigError: it takes something that is not known, or cannot be called as a whole.
     """
-    takes, main = inspect.signature(model.forward).parameters, model.main_input_name
+    if type(model).forward is nn.Module.forward:
+        raise ConfigError(f"{type(model).__name__} has no forward: only its parts are called")
     makes = _Calls(model, seed)
-    if main not in {"input_ids", "pixel_values", "input_values", "input_features", "pixel_values_videos"}:
-        raise ConfigError(f"{type(model).__name__} takes {main!r}, and it is not known how to make that")
-    if not media:
-        yield from makes.with_text({}, True) if main == "input_ids" else ()
-        return
-    # Without its images, a model of images is another one.
-    for found in list(makes.media()) or [dict[str, Any]()]:
-        for texts in (
-            (True, False) if found and main != "input_ids" and "input_ids" in takes else (main == "input_ids",)
-        ):
-            yield from makes.with_text({**found}, texts)
+    if makes.main not in {"input_ids", *_MEDIA, *MAKERS}:
+        raise ConfigError(f"{type(model).__name__} takes {makes.main!r}, and it is not known how to make that")
+    plain = []
+    for found in makes.plain(media):
+        plain.append({**found})
+        yield found
+    for found in plain:
+        yield from completed(found, makes)
 
 
 def media_of(model: Any) -> list[str]:
     """Return the arguments by which a model takes images, videos and sounds."""
     takes = inspect.signature(model.forward).parameters
-    return [name for name in ("pixel_values", "pixel_values_videos", "input_features", "input_values") if name in takes]
+    return [name for name in _MEDIA if name in takes]
 
 
 def like(inputs: Mapping[str, Any], model: Any, seed: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def like(inputs: Mapping[str, Any], model: Any, seed: int) -> dict[str, Any]:
     words = _words(model.config)
     found = dict(inputs)
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if isinstance(value, Tensor) and value.is_floating_point() and name not in FIXED:
             found[name] = torch.randn(value.shape, generator=generator, dtype=value.dtype)
         elif isinstance(value, Tensor) and name.endswith("input_ids"):
             other = torch.randint(min(FIRST_WORD, words - 1), words, value.shape, generator=generator)
@@ -78,39 +78,60 @@ class _Calls:
         self.model, self.config = model, model.config
         self.generator = torch.Generator().manual_seed(seed)
         self.takes = inspect.signature(model.forward).parameters
-        self.name = type(model).__name__
+        self.name, self.rows, self.tokens = type(model).__name__, _ROWS, _TOKENS
+        main = model.main_input_name
+        self.main = main if isinstance(main, str) else main[0]
+
+    def plain(self, media: bool) -> Iterator[dict[str, Any]]:
+        """Yield what most models take: text, images and sounds; without ``media`` text alone."""
+        text = self.main == "input_ids"
+        if not media:
+            yield from self.with_text({}, True) if text else ()
+            return
+        # Without its images, a model of images is another one.
+        for found in list(self.media()) or [dict[str, Any]()]:
+            for texts in (True, False) if found and not text and "input_ids" in self.takes else (text,):
+                yield from self.with_text({**found}, texts)
 
     def media(self) -> Iterator[dict[str, Any]]:
         """Yield images, videos and sounds in the forms that models take them."""
-        config, main = self.config, self.model.main_input_name
+        config, main = self.config, self.main
         vision = getattr(config, "vision_config", None)
         looks = vision is not None or main == "pixel_values" or hasattr(config, "image_size")
         if "pixel_values" in self.takes and looks:
             yield from self._images(vision or config)
+            for name in ("backbone_config", "encoder"):  # whose images are of another size, maybe
+                if hasattr(getattr(config, name, None), "image_size"):
+                    yield from self._images(getattr(config, name))
         if main == "pixel_values_videos":
             yield from ({main: found["pixel_values"]} for found in self._images(vision or config))
         if main == "input_values":
-            yield from ({main: self._numbers(_ROWS, samples)} for samples in (1600, 6400))
+            yield from ({main: self.numbers(_ROWS, samples)} for samples in (1600, 6400))
+            yield {main: self.numbers(_ROWS, 1, 1600)}
+            if hasattr(config, "num_mel_bins"):
+                yield {main: self.numbers(_ROWS, getattr(config, "max_length", _FRAMES), config.num_mel_bins)}
         if main == "input_features" or ("input_features" in self.takes and getattr(config, "audio_config", None)):
             yield from self._sounds()
 
     def with_text(self, found: dict[str, Any], text: bool) -> Iterator[dict[str, Any]]:
         """Yield arguments with what else the model takes: tokens, and what its head learns from."""
-        rows = self._ids()
+        rows = self.ids()
+        if "noise" in self.takes and hasattr(self.config, "mask_ratio"):  # by which patches are masked, else drawn
+            found["noise"] = self.numbers(_ROWS, patches_of(self.config))
         if text:
             try:
                 rows = self._with_features(rows, found)
             except Exception as error:  # it does not take these images
                 self.failed = error
             if self.name.endswith("MultipleChoice"):
-                rows = torch.stack([self._ids() for _ in range(_CHOICES)], 1)
+                rows = torch.stack([self.ids() for _ in range(_CHOICES)], 1)
             found["input_ids"] = rows
             if "attention_mask" in self.takes:
                 found["attention_mask"] = torch.ones_like(rows)
             for name in ("token_type_ids", "mm_token_type_ids"):
                 if name in self.takes and found.keys() & {"pixel_values", "input_features"}:
                     found[name] = (rows == self._token("image")).long()
-        decoder = {"decoder_input_ids": self._ids()} if "decoder_input_ids" in self.takes else {}
+        decoder = {"decoder_input_ids": self.ids()} if "decoder_input_ids" in self.takes else {}
         own = labels_of(self.name, _ROWS, rows)
         labels = _fitting({key: value for key, value in own.items() if key in self.takes}, self.model)
         if not labels and decoder:
@@ -123,14 +144,14 @@ class _Calls:
         if decoder:
             yield found | decoder
 
-    def _ids(self) -> Tensor:
+    def ids(self) -> Tensor:
         words, end = _words(self.config), getattr(self.config, "eos_token_id", None)
         rows = torch.randint(min(FIRST_WORD, words - 1), words, (_ROWS, _TOKENS), generator=self.generator)
         if self.name.endswith("SequenceClassification") and type(end) is int and end < FIRST_WORD:
             rows[:, -1] = end  # where some look for what they classify
         return rows
 
-    def _numbers(self, *shape: int) -> Tensor:
+    def numbers(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def _token(self, kind: str) -> int:
@@ -143,10 +164,13 @@ class _Calls:
             ("image", "get_image_features", "pixel_values"),
             ("audio", "get_audio_features", "input_features"),
         ):
-            helper, token = getattr(self.model, get, None), self._token(kind)
+            helper = getattr(self.model, get, getattr(getattr(self.model, "model", None), get, None))
+            token = self._token(kind)
             if main not in media or helper is None or token < 0:
                 continue
-            given = {name: value for name, value in media.items() if name in inspect.signature(helper).parameters}
+            wants = inspect.signature(helper).parameters
+            given = {name: value for name, value in media.items() if name in wants}
+            given |= {name: make(self) for name, make in MAKERS.items() if name in wants and name in self.takes}
             with torch.no_grad():
                 features = helper(**given)
             features = getattr(features, "pooler_output", features)
@@ -168,14 +192,14 @@ class _Calls:
             grid = torch.tensor([[1, 2 * merged, 2 * merged]] * _ROWS)
             frames = getattr(vision, "temporal_patch_size", 1)
             yield {
-                "pixel_values": self._numbers(int(grid.prod(1).sum()), channels * frames * side * side),
+                "pixel_values": self.numbers(int(grid.prod(1).sum()), channels * frames * side * side),
                 "image_grid_thw": grid,
             }
             return
         if "spatial_shapes" in self.takes:
             many = height // side
             yield {
-                "pixel_values": self._numbers(_ROWS, many * many, channels * side * side),
+                "pixel_values": self.numbers(_ROWS, many * many, channels * side * side),
                 "pixel_attention_mask": torch.ones(_ROWS, many * many, dtype=torch.long),
                 "spatial_shapes": torch.tensor([[many, many]] * _ROWS),
             }
@@ -184,9 +208,9 @@ class _Calls:
         shapes = [(channels, height, width), (1, channels, height, width), (frames, channels, height, width)]
         sizes = {"image_sizes": torch.tensor([[height, width]] * _ROWS)}
         for shape in shapes:
-            yield {"pixel_values": self._numbers(_ROWS, *shape)}
+            yield {"pixel_values": self.numbers(_ROWS, *shape)}
             if "image_sizes" in self.takes:
-                yield {"pixel_values": self._numbers(_ROWS, *shape), **sizes}
+                yield {"pixel_values": self.numbers(_ROWS, *shape), **sizes}
 
     def _sounds(self) -> Iterator[dict[str, Any]]:
         parts = [getattr(self.config, name, None) for name in ("audio_config", "encoder_config", "speech_encoder")]
@@ -197,17 +221,19 @@ class _Calls:
             "feature_projection_input_dim",
             "input_feat_size",
             "feature_size",
+            "input_dim",
         )
-        widths = [getattr(part, name, None) for part in parts for name in names]
-        width = next((each for each in widths if type(each) is int), 16)
+        found = [getattr(part, name, None) for part in parts for name in names]
+        widths = dict.fromkeys(each for each in found if type(each) is int) or {16: None}
         places = [getattr(part, "max_source_positions", None) for part in parts]
         frames = next((2 * each for each in places if type(each) is int), _FRAMES)
         mask = {}
         for name in ("feature_attention_mask", "input_features_mask"):
             if name in self.takes:
                 mask[name] = torch.ones(_ROWS, frames, dtype=torch.long)
-        yield {"input_features": self._numbers(_ROWS, width, frames), **mask}
-        yield {"input_features": self._numbers(_ROWS, frames, width), **mask}
+        for width in widths:
+            yield {"input_features": self.numbers(_ROWS, width, frames), **mask}
+            yield {"input_features": self.numbers(_ROWS, frames, width), **mask}
 
 
 def _fitting(labels: dict[str, Tensor], model: Any) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ class Layers:
     Args:
         fields: of the configuration.
         count: at least so many layers.
+        all_places: keep all layers whose places are listed, and not only one.
 
     Attributes:
         of: how many layers the configuration has; 0 if it does not say.
@@ -29,7 +30,7 @@ class Layers:
         found: the numbers of layers, and the lists of their kinds, of the copy.
     """
 
-    def __init__(self, fields: Mapping[str, Any], count: int) -> None:
+    def __init__(self, fields: Mapping[str, Any], count: int, *, all_places: bool = False) -> None:
         if isinstance(fields.get("depths"), list | tuple):
             fields = {}  # lists are of stages
         numbers = {k: v for k, v in fields.items() if re.fullmatch(_NUMBERS, k) and type(v) is int and v}
@@ -39,6 +40,8 @@ class Layers:
         kinds = [list(map(str, values)) for values in lists.values()]
         kinds += [[str(at in value) for at in range(self.of)] for value in places.values()]
         kept = self._kept([each for each in kinds if len(set(each)) <= _KINDS], min(count, self.of))
+        if all_places:
+            kept = sorted({*kept, *(at for value in places.values() for at in value)})
         self.found: dict[str, Any] = {}
         if fields.get("num_kv_shared_layers"):  # the last ones, which read keys and values of those of their kinds
             self.found["num_kv_shared_layers"] = len(kept)
@@ -46,6 +49,9 @@ class Layers:
         self.count = len(kept)
         self.found |= {name: min(value, self.count) for name, value in numbers.items()}
         self.found |= {name: [values[at] for at in kept] for name, values in lists.items()}
+        parts = [name for name, value in fields.items() if re.fullmatch(r"n_\w+_layers", name) and type(value) is int]
+        if len(parts) > 1 and sum(fields[name] for name in parts) == self.of:  # of which all layers are made up
+            self.found |= dict.fromkeys(parts, 1) | {parts[0]: self.count - len(parts) + 1}
         for name, value in places.items():
             self.found[name] = [place for place, at in enumerate(kept) if at in value]
 

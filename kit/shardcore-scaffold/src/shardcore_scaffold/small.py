@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shardcore.errors import ConfigError
 from shardcore_scaffold.calls import FIRST_WORD, LABELS, calls, media_of
 from shardcore_scaffold.follows import following, with_sections
 from shardcore_scaffold.layers import Layers
+from shardcore_scaffold.ways import Way, divided, outputs_of, ways
 
 #: Parameters of the largest model that is still small.
-_LARGEST = 30_000_000
-
-#: Sizes of a small model. No two kinds of sizes are equal, where they can be told apart: what is read must say which of
-#: them it is. There are more than two heads to a key/value head: a gate beside the queries is no key and value.
-_SIZES = {"words": 97, "heads": 6, "kv heads": 2, "width": 48, "inner": 44, "head": 8}
+_LARGEST = 35_000_000
 
 _WIDTHS = r"hidden_size|d_model|n_embd|embed_dim|embedding_size|dim|emb_dim|d_embed|word_embed_proj_dim|model_dim"
 # Fields of a configuration, by name -> one of the sizes, or a number. The first that matches counts.
@@ -101,43 +98,6 @@ class Small:
     left_out: str = ""
 
 
-@dataclass(frozen=True)
-class _Way:
-    """A way to make a configuration small.
-
-    Attributes:
-        sizes: those that are not the usual ones.
-        kept: fields that stay as they are.
-        apart: widths differ where they do in the configuration.
-        unset: sizes that are None get a value, and so does the token that pads.
-    """
-
-    sizes: Mapping[str, int]
-    kept: tuple[str, ...] = ()
-    apart: bool = False
-    unset: bool = False
-
-
-def _ways(sizes: Mapping[str, int]) -> Iterator[_Way]:
-    """Yield the ways in the order in which they are tried.
-
-    With fewer key/value heads than heads if the class has them, and widths that differ where they do in the
-    configuration; sizes without a default get one where the class wants it; those that may not be small stay.
-    """
-    usual, even = {**_SIZES, **sizes}, {**_SIZES, "heads": 4, "width": 32, **sizes}
-    yield _Way(usual, apart=True)
-    for way in (usual, even):
-        alike = {**way, "kv heads": way["heads"]}
-        yield _Way(way)
-        yield _Way(alike, apart=True)
-        yield _Way(alike)
-        yield _Way(way, unset=True)
-        yield _Way(alike, ("head_dim",))
-    yield _Way(alike, ("hidden_size", "d_model"))
-    yield _Way({**alike, "image": 64})
-    yield _Way(alike, ("image_size", "patch_size"))
-
-
 def config_of(model_class: Any, text: str) -> Any:
     """Return the configuration that ``to_json_string`` wrote: infinities are numbers again."""
     config_class = model_class.config_class
@@ -175,33 +135,57 @@ def small_model(
         whole = _kinds(_on_meta(model_class, config))
     except Exception:  # sizes may be missing, which a small copy is given
         whole = set()
-    reasons = dict[str, None]()
-    for media, way in itertools.product((True, False), _ways(sizes or {})):
+    reasons, found = dict[str, None](), []
+    for way in ways(sizes or {}, config):
         try:
-            settings, dropouts = _with_all_kinds(model_class, config, way, whole, generating)
-            model = _built(model_class, config_class(**copy.deepcopy(settings)), seed)
-            if not media and not media_of(model):
-                break  # all of this was tried
-            inputs = _called(model, seed, media=media)
+            found.append(_with_all_kinds(model_class, config, way, whole, generating))
         except Exception as error:
-            reasons[f"{type(error).__name__}: {' '.join(str(error).split())}"] = None
-        else:
-            left_out = "" if media else f"{', '.join(media_of(model))} ({next(iter(reasons))[:200]})"
-            return Small(model, inputs, _differing(settings, config_class()), dropouts, left_out)
+            reasons[_said(error)] = None
+            continue
+        try:
+            return _small_called(model_class, *found[-1], seed)
+        except Exception as error:
+            reasons[_said(error)] = None
+    for settings, dropouts in found:  # which could not be called with images or sounds
+        try:
+            return _small_called(model_class, settings, dropouts, seed, next(iter(reasons))[:200])
+        except Exception as error:
+            reasons[_said(error)] = None
     raise ConfigError(f"no small {model_class.__name__} could be built and called: {next(iter(reasons))[:300]}")
 
 
+def _small_called(
+    model_class: type[Any], settings: dict[str, Any], dropouts: Sequence[str], seed: int, failed: str = ""
+) -> Small:
+    """Return the small model of settings; where a call with images or sounds ``failed``, it is called with text."""
+    model = _built(model_class, model_class.config_class(**copy.deepcopy(settings)), seed)
+    if failed and not media_of(model):
+        raise ConfigError("all of this was tried")
+    inputs = _called(model, seed, media=not failed)
+    left_out = f"{', '.join(media_of(model))} ({failed})" if failed else ""
+    return Small(model, inputs, _differing(settings, model_class.config_class()), dropouts, left_out)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def _called(model: nn.Module, seed: int, *, media: bool = True) -> Mapping[str, Any]:
-    """Return the arguments of the first call that the model takes."""
+    """Return the arguments of the first call that the model takes, and answers with numbers if it does so to any."""
     first: Exception | None = None
+    taken: Mapping[str, Any] = {}
     for inputs in calls(model, seed, media=media):
         try:
             with torch.random.fork_rng(devices=()):
-                copy.deepcopy(model)(**inputs)  # what it keeps of a call, the model does not have
+                out = copy.deepcopy(model)(**inputs)  # what it keeps of a call, the model does not have
         except Exception as error:
             first = first or error
         else:
-            return inputs
+            if not any(leaf.isnan().any() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)):
+                return inputs
+            taken = taken or inputs
+    if taken:
+        return taken
     raise first or ConfigError(f"{type(model).__name__} takes no text")
 
 
@@ -219,7 +203,7 @@ def _kinds(model: nn.Module) -> set[str]:
 
 
 def _with_all_kinds(
-    model_class: Any, config: Any, way: _Way, whole: set[str], generating: bool
+    model_class: Any, config: Any, way: Way, whole: set[str], generating: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the settings with the fewest layers that have all kinds of modules that the whole model has."""
     least: int | None = None
@@ -272,7 +256,7 @@ def _differing(settings: Mapping[str, Any], default: Any) -> dict[str, Any]:
     return found
 
 
-def _settings(config: Any, way: _Way, count: int, tokens: dict[str, int]) -> tuple[dict[str, Any], list[str]]:
+def _settings(config: Any, way: Way, count: int, tokens: dict[str, int]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields of ``config`` that make a small one, with its switches, and the names of its dropouts.
 
     Args:
@@ -283,10 +267,12 @@ def _settings(config: Any, way: _Way, count: int, tokens: dict[str, int]) -> tup
     """
     found: dict[str, Any] = {}
     dropouts = []
-    layers = Layers(vars(config), count)
+    layers = Layers(vars(config), count, all_places=bool(way.divided))
     for name, value in vars(config).items():
         if name.startswith("_") or name in _NOT_TAKEN or isinstance(value, set | frozenset):
             continue
+        if way.divided and name == "image_embedding_size":
+            continue  # it follows from the side of an image
         token = re.fullmatch(r"(\w+)_token_(id|index|idx)", name)
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             found[name] = {**_settings(value, way, count, tokens)[0], "model_type": value.model_type}
@@ -302,11 +288,13 @@ def _settings(config: Any, way: _Way, count: int, tokens: dict[str, int]) -> tup
             found[name] = layers.found[name]
         elif name in way.kept or isinstance(value, bool | str):
             found[name] = value
+        elif way.divided:
+            found[name] = divided(name, value, way)
         else:
             found[name] = _small(name, value, way, vars(config))
             if isinstance(found[name], list) and len(value) == layers.of:
                 found[name] = found[name][: layers.count]
-    found |= following(found, vars(config))
+    found |= following(found, vars(config)) | (outputs_of(config) if way.divided else {})
     if max(tokens.values(), default=0) >= FIRST_WORD:
         raise ConfigError(f"it has {len(tokens)} special tokens, which are more than a small vocabulary holds")
     if getattr(config, "is_encoder_decoder", False):
@@ -316,7 +304,7 @@ def _settings(config: Any, way: _Way, count: int, tokens: dict[str, int]) -> tup
     return found, dropouts
 
 
-def _small(name: str, value: Any, way: _Way, fields: Mapping[str, Any]) -> Any:
+def _small(name: str, value: Any, way: Way, fields: Mapping[str, Any]) -> Any:
     """Return a size as a small one, each of a list too; anything else as it is."""
     if isinstance(value, list | tuple):
         stages = next((small for pattern, small in _STAGES if re.fullmatch(pattern, name)), None)

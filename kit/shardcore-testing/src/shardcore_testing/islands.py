@@ -38,11 +38,11 @@ def no_float32_islands() -> Iterator[None]:
     """Leave float64 tensors in float64 where a model asks for float32, in the whole process.
 
     Inside, ``x.float()``, ``x.to(torch.float32)``, ``x.type(torch.float32)`` and ``softmax(x, dtype=torch.float32)``
-    (and ``log_softmax``, ``sum``, ``mean``, ``cumsum``) of a float64 ``x`` stay in float64, and a matrix product of
-    float64 and float32 is computed in float64. Tensors of other dtypes are converted as ever; so is a module as a whole
-    (``model.float()``). A backward and what it recomputes belong inside too. Contexts may be nested, and also decorate
-    functions; `WorkerPool.run` called inside one runs its function inside one on every rank. What TorchScript compiles
-    is compiled with torch's own functions: an island in it stays one.
+    (and ``log_softmax``, ``sum``, ``mean``, ``cumsum``, ``zeros_like``) of a float64 ``x`` stay in float64; a product
+    of a float64 and a float32 matrix is computed in float64. Tensors of other dtypes are converted as ever; so is a
+    module as a whole (``model.float()``). A backward and what it recomputes belong inside too. Contexts may be nested,
+    and also decorate functions; `WorkerPool.run` called inside one runs its function inside one on every rank. What
+    TorchScript compiles is compiled with torch's own functions: an island in it stays one.
 
     A comparison of a float64 model with its sharded copy then agrees to some 1e-14 on every processor.
     """
@@ -74,6 +74,7 @@ def _replace() -> list[tuple[Any, str, Any]]:
         (Tensor, "__matmul__", _promoting(Tensor.__matmul__)),
         (nn.Module, "_apply", _suspending(nn.Module._apply)),
         *((F, name, _converting(getattr(F, name))) for name in ("softmax", "log_softmax")),
+        (torch, "zeros_like", _converting(torch.zeros_like)),
     ]
     for name in _CONVERTING:
         # Over the method: torch.compile traces one that it does not find in the place of a function of torch.
