@@ -97,6 +97,12 @@ def test_what_only_some_models_take_is_made(name: str, argument: str) -> None:
         assert not isinstance(first, torch.Tensor) or torch.equal(first, second)
 
 
+def test_a_class_with_a_generate_of_its_own_is_sharded_too() -> None:
+    cls = transformers.PatchTSTForRegression  # no GenerationMixin
+    told = infer.answer(cls.__module__, cls.__name__, cls.config_class().to_json_string(use_diff=False), proved=False)
+    assert told["split"] > 0.5
+
+
 @pytest.mark.parametrize("name", ["VitPoseForPoseEstimation", "VisionEncoderDecoderModel"])
 def test_sizes_that_must_fit_each_other_are_divided_all_alike(name: str) -> None:
     small = small_model(getattr(transformers, name))

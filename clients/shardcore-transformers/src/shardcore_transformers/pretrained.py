@@ -215,9 +215,7 @@ def _sharded_class(native: type[PreTrainedModel]) -> type[nn.Module]:
     namespace["_get_name"] = lambda self: native.__name__
     if hasattr(native, "generate"):
         namespace["generate"] = _generating(native.generate)
-    if hasattr(
-        native, "_get_stopping_criteria"
-    ):  # remote code may have a generate without what transformers calls in it
+    if hasattr(native, "_get_stopping_criteria"):  # some classes, and remote code, have a generate of their own
         # Without it, max_time would be lost on the model.
         namespace["_get_stopping_criteria"] = with_agreed_criteria(native._get_stopping_criteria)
     return type(native.__name__, (_ShardedPretrained, native), namespace)
