@@ -16,8 +16,8 @@ _HEADER = """# Census of transformers
 Model classes with a head in transformers {release}, with few layers and random float64 weights, sharded over two
 tensor-parallel ranks beside the same model unsharded. What is compared is the loss, every output and every gradient of
 one call. A class that no pack serves is sharded by `policy="infer"`, whose policy is found on a copy of other sizes
-than those of the model that is compared. The proof that `infer` runs by default is not part of it: it trains too, and
-refuses some of these classes.
+than those of the model that is compared, where a copy of other sizes can be called. The proof that `infer` runs by
+default is not part of it: it trains too, and refuses some of these classes.
 
 {totals}
 
