@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardcore.errors import ConfigError
+
 __all__ = ["FIXED", "MAKERS", "completed", "patches_of"]
 
 _FEATURES = 4  # of an image, where they are given
+_PATCHES = 256  # of the tiles of an image, at most
 #: What says where something is: other numbers are other places, of which there may be none.
 FIXED = {"bbox", "flattened_patches", "freq", "image_attention_mask"}
 
@@ -63,6 +66,9 @@ def _tiles(makes: Any) -> int:
 
 def _images(makes: Any) -> Any:
     config = getattr(makes.config, "vision_config", makes.config)
+    patches = _tiles(makes) * (config.image_size // config.patch_size) ** 2
+    if patches > _PATCHES:
+        raise ConfigError(f"images of {patches} patches are not small")
     return makes.numbers(makes.rows, 1, _tiles(makes), 3, config.image_size, config.image_size)
 
 

@@ -21,7 +21,7 @@ from shardcore_scaffold.layers import Layers
 from shardcore_scaffold.ways import Way, divided, outputs_of, ways
 
 #: Parameters of the largest model that is still small.
-_LARGEST = 35_000_000
+_LARGEST = 30_000_000
 
 _WIDTHS = r"hidden_size|d_model|n_embd|embed_dim|embedding_size|dim|emb_dim|d_embed|word_embed_proj_dim|model_dim"
 # Fields of a configuration, by name -> one of the sizes, or a number. The first that matches counts.
