@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _NUMBERS = r"(num|n)_(hidden_|decoder_|encoder_)?layers?|(en|de)coder_layers|num_blocks|n_block|depth"
+#: Numbers of what lies one after the other beside them, or inside of each, which no list describes.
+_OTHERS = r"\w+_(en|de)coder_layers|\w+_num_(wavenet_)?layers|\w+_num_flows|num_self_attends_per_block"
 #: Larger whole numbers are sizes.
 _LARGEST_KIND = 64
 #: Values of a list that are more than these are sizes of their own, and no kinds.
@@ -48,6 +50,8 @@ class Layers:
             kept = [*kept, *kept]
         self.count = len(kept)
         self.found |= {name: min(value, self.count) for name, value in numbers.items()}
+        others = {k: v for k, v in fields.items() if re.fullmatch(_OTHERS, k) and type(v) is int and v}
+        self.found |= {name: min(value, count) for name, value in others.items()}
         self.found |= {name: [values[at] for at in kept] for name, values in lists.items()}
         parts = [name for name, value in fields.items() if re.fullmatch(r"n_\w+_layers", name) and type(value) is int]
         if len(parts) > 1 and sum(fields[name] for name in parts) == self.of:  # of which all layers are made up

@@ -30,7 +30,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"(\w+_)?vocab_size(_per_layer_input)?|n_vocab|num_embeddings", "words"),
     (r"num_(key_value|kv)_heads|n_head_kv|multi_query_group_num|num_global_key_value_heads", "kv heads"),
     (
-        r"(num|n)_(attention_|query_|self_attention_)?heads?|(en|de)coder_attention_heads|swa_num_attention_heads",
+        r"(num|n)_(attention_|query_|(self|cross)_attention_)?heads?|(en|de)coder_attention_heads|swa_num_attention_heads",
         "heads",
     ),
     (r"head_dim|d_kv|kv_channels|attention_head_size|d_head|qk_nope_head_dim|head_size|global_head_dim", "head"),
@@ -64,6 +64,8 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"(mm_tokens_per_image|image_seq_length|num_image_tokens)", 4),
     (r"image_size|img_size", 16),
     (r"patch_size", 4),
+    (r"d_latents", "width"),
+    (r"num_latents", 8),
     (r"num_mel_bins", 16),
     (r"num_conv_pos_embeddings", 4),
     (r"num_conv_pos_embedding_groups", 2),
