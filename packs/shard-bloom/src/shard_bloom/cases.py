@@ -34,7 +34,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
         "layers": "transformer.h",
         "sharded": ("word_embeddings.weight", "query_key_value", "dense.weight", "dense_h_to_4h", "dense_4h_to_h"),
         "refuses": ({"n_head": 3}, {"pretraining_tp": 2, "slow_but_exact": True}),
-        "supports": Supports(captured=("attentions", "hidden_states")),
+        "supports": Supports(captured=("attentions", "hidden_states"), sequence=True),
         **fields,
     }
     return Case(name=name, build=partial(build, kind), inputs=text_batch, **settings)
@@ -43,7 +43,7 @@ def _case(name: str, kind: str, **fields: Any) -> Case:
 def cases() -> list[Case]:
     """Return a case for every class."""
     words = {"apply_residual_connection_post_layernorm": (False, True), "tie_word_embeddings": (True, False)}
-    generates = Supports(captured=("attentions", "hidden_states"), generation=True)
+    generates = Supports(captured=("attentions", "hidden_states"), generation=True, sequence=True)
     return [
         _case("causal_lm", "BloomForCausalLM", options=words, supports=generates),
         _case("model", "BloomModel", outputs=("last_hidden_state",), loss=hidden_loss, layers="h"),

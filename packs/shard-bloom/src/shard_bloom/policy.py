@@ -1,7 +1,7 @@
 """How BLOOM is sharded: what every class of its modules needs.
 
-The attention and the MLP add the residual connection themselves, so their linears enter by themselves, and tokens stay
-whole between blocks: the attention counts them before it calls its linears.
+The attention and the MLP add the residual connection themselves, which they are given apart from what their linears
+take: that alone enters the region, and the connection has the tokens of this rank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from shardcore.styles import (
     refuse,
     region,
     segments,
+    sequence,
     slice_arg,
     vocab,
 )
@@ -43,17 +44,19 @@ class BloomPolicy(BaseModelPolicy):
             "BloomModel": [
                 vocab("word_embeddings"),
                 norm("word_embeddings_layernorm", "ln_f"),
-                outputs(attentions="heads"),
+                sequence(scatter="h[0]", gather="ln_f"),
+                outputs(attentions="heads", hidden_states="sequence"),
             ],
             "BloomBlock": [
                 norm("input_layernorm", "post_attention_layernorm"),
                 slice_arg("self_attention", "alibi", 0),
                 region(
+                    enter="self_attention",
                     col=segments("self_attention.query_key_value", 3, by="head"),
                     row="self_attention.dense",
                     unit="head",
                 ),
-                region(col="mlp.dense_h_to_4h", row="mlp.dense_4h_to_h"),
+                region(enter="mlp", col="mlp.dense_h_to_4h", row="mlp.dense_4h_to_h"),
             ],
             "BloomAttention": [slices, attribute("num_heads", per_rank)],
             "BloomMLP": [slices],
