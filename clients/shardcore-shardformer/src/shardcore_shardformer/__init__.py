@@ -78,6 +78,7 @@ _OTHERWISE = {
     "PaddingEmbedding": "VocabParallelEmbedding1D: a vocabulary of any size is split unevenly",
     "PaddingLMHead": "VocabParallelLMHead1D: a vocabulary of any size is split unevenly",
     "RingAttention": "shardcore.shard(model, cp=2, context_parallel_mode='ring_attn')",
+    "LazyInitContext": "shardcore.on_meta(cls, ...) builds a model without memory for its parameters",
     "LinearWithGradAccum": "torch.nn.Linear, whose backward torch's schedules split where they split backwards ('zbv')",
     "FusedRMSNorm": "enable_fused_normalization=True fuses the norms of a model",
     "dist_cross_entropy": "under parallel_output=True a model's own loss takes split logits; else cross_entropy_1d",
