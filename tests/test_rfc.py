@@ -77,14 +77,14 @@ def _args(reference, count, rows):
     return [torch.randn(rows, 5, width, generator=torch.Generator().manual_seed(1)).double()] * count
 
 
-def _same(name, swapped):
+def _same(name, swapped, divide=tp.parallelize_module):
     build, plan, count = MODULES[name]
     torch.manual_seed(0)
     reference = build().double()
     module = copy.deepcopy(reference)
     mesh = DeviceMesh("cpu", torch.arange(2))
     given = (plan, mesh) if swapped else (mesh, plan)
-    assert tp.parallelize_module(module, *given) is module
+    assert divide(module, *given) is module
     if count:
         outs = [m(*_args(reference, count, 2)) for m in (reference, module)]
         wanted, got = (out[0] if isinstance(out, tuple) else out for out in outs)
@@ -97,6 +97,23 @@ def _same(name, swapped):
 @pytest.mark.parametrize("name", MODULES)
 def test_the_snippets(pool, name):
     pool.run(_same, name, swapped=name != "mlp")
+
+
+LOW_LEVEL = {
+    "mlp": tp._parallelize_mlp,
+    "even": tp._parallelize_mlp,
+    "attention": tp._parallelize_multihead_attn,
+    "colwise": tp._parallelize_linear,
+}
+
+
+def _low_level():
+    for name, divide in LOW_LEVEL.items():
+        _same(name, swapped=False, divide=lambda module, mesh, plan, divide=divide: divide(module, mesh))
+
+
+def test_the_low_level_names(pool):
+    pool.run(_low_level)
 
 
 def _two_dims():

@@ -189,7 +189,7 @@ def _transformer(name, implementation):
     return cls(cls.config_class(**settings)).double().eval()
 
 
-def of_transformers():
+def of_transformers(folder):
     """Their classes as they are: heads follow from how features are divided, the loss is the model's own."""
     products = "eager" if CAN_TRACE else "sdpa"  # before torch 2.13 DTensor refuses those of heads
     for name, implementation in (("LlamaForCausalLM", "sdpa"), ("BertForMaskedLM", products)):
@@ -210,12 +210,16 @@ def of_transformers():
         if name == "LlamaForCausalLM":
             wanted, got = (each.generate(ids, max_new_tokens=3, do_sample=False) for each in (plain, model))
             assert torch.equal(wanted, got)
+        state = dict(shardcore.full_tensors(model))
+        if dist.get_rank() == 0:
+            model.save_pretrained(f"{folder}/{name}", state_dict=state)
+            assert_same_parameters(plain, type(plain).from_pretrained(f"{folder}/{name}", dtype=torch.float64), 0)
 
 
-def test_llama_and_bert(pool):
+def test_llama_and_bert(pool, tmp_path):
     pytest.importorskip("transformers")
     with no_float32_islands():
-        pool.run(of_transformers, world=4)
+        pool.run(of_transformers, str(tmp_path), world=4)
 
 
 def _sent(model, call):

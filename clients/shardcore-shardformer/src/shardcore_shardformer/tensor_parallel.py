@@ -72,6 +72,7 @@ class PairwiseParallel(ParallelStyle):
 
 
 PairwiseParallelStyle = PairwiseParallel
+_COLUMNS, _PAIRS = ColwiseParallel(), PairwiseParallel()
 
 
 def parallelize_module(
@@ -118,6 +119,29 @@ def parallelize_module(
     for path, style in own_styles.items():  # after what may be refused
         _prepare(module.get_submodule(path), style, mesh, tp_mesh_dim)
     return module
+
+
+def _parallelize_mlp(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    parallel_style: ParallelStyle = _PAIRS,
+    tp_mesh_dim: int = 0,
+) -> nn.Module:
+    """Divide linears in a row, or attention, as `parallelize_module` does."""
+    return parallelize_module(module, device_mesh, parallel_style, tp_mesh_dim)
+
+
+_parallelize_multihead_attn = _parallelize_mlp
+
+
+def _parallelize_linear(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    parallel_style: ParallelStyle = _COLUMNS,
+    tp_mesh_dim: int = 0,
+) -> nn.Module:
+    """Divide one linear as `parallelize_module` does."""
+    return parallelize_module(module, device_mesh, parallel_style, tp_mesh_dim)
 
 
 def _prepare(part: nn.Module, style: ParallelStyle, mesh: DeviceMesh, dim: int) -> None:
