@@ -328,6 +328,7 @@ def refusals():
     x = torch.randn(4, 4)
     for said, call in {
         r"cumsum in the model \(Strange\) is not served": lambda y: y.cumsum(0),
+        r"addmm in the model \(Strange\) is not served": lambda y: torch.addmm(y, y, y),
         r"relu in place in the model": lambda y: F.relu(y, True),
         r"__iadd__ in the model|add_ in the model": lambda y: y.add_(1),
         r"dropout \(p=0.5; call model.eval\(\), or set it to 0\) in the model": lambda y: F.dropout(y, 0.5),

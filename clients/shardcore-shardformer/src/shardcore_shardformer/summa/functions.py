@@ -18,8 +18,9 @@ from shardcore.errors import NotSupportedError
 from shardcore_shardformer.summa.products import COLUMNS, ROWS, Embedding, Linear, laid_out, normalized
 from shardcore_shardformer.tensor.colo import SERVED as OF_COLO_TENSORS
 
-#: What DTensor computes as the whole does, with its gradient, in the divisions that occur here.
-SERVED = OF_COLO_TENSORS | {
+#: What DTensor computes as the whole does, with its gradient, in the divisions that occur here; not the product of a
+#: GPT-2's `Conv1D`, whose backward DTensor cannot view.
+SERVED = (OF_COLO_TENSORS - {"addmm"}) | {
     "__getitem__", "expand", "flatten", "reshape", "squeeze", "type_as", "unflatten", "view",
 }  # fmt: skip
 #: Those that can be told to work in place by position too.
