@@ -57,11 +57,11 @@ def of_whole_tensors(layer: nn.Module) -> Iterator[None]:
         NotSupportedError: the base is packed in a way into which values are not brought again.
     """
     for name, parameter in layer.named_parameters():
-        if is_packed(parameter) and not type(local_tensor(parameter)).takes_values:  # type: ignore[attr-defined]  # of those
+        kind: Any = type(local_tensor(parameter))
+        if is_packed(parameter) and not kind.takes_values:
             raise NotSupportedError(
-                f"adapters are not merged into {name}, {type(local_tensor(parameter)).called}: save them "  # type: ignore[attr-defined]
-                "(save_pretrained), and let PEFT merge them into the unsharded model: PeftModel.from_pretrained(base, "
-                "folder).merge_and_unload()"
+                f"adapters are not merged into {name}, {kind.called}: save them (save_pretrained), and let PEFT merge "
+                f"them into {kind.unsharded}: PeftModel.from_pretrained(base, folder).merge_and_unload()"
             )
     let_go(layer)
     there: list[tuple[dict[str, Any], str, Any]] = [

@@ -40,7 +40,7 @@ def unpacking(model: nn.Module) -> Unpacking | None:
                 "computes depends on whole rows of its input. Weights of 4 bits can: "
                 "BitsAndBytesConfig(load_in_4bit=True)"
             )
-    return Unpacking(found, _OF_BITSANDBYTES) if found else None
+    return Unpacking(model, found, _OF_BITSANDBYTES) if found else None
 
 
 def _weight(path: str, module: Any) -> Weight4Bit:

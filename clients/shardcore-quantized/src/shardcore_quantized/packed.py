@@ -34,6 +34,8 @@ class PackedWeight(Tensor):
     #: What it is in words, and how a module is left as it was.
     called: ClassVar[str]
     way_out: ClassVar[str]
+    #: The model into which PEFT merges adapters that were trained on it, where it takes no values.
+    unsharded: ClassVar[str] = "the unsharded model"
 
     form: Any
     is_copy: bool
@@ -151,6 +153,43 @@ class PackedWeight(Tensor):
         return operation(*args, **kwargs)
 
 
+class BlockWeight(PackedWeight):
+    """One whose values (out, in) are each a number of few bits, ``qdata``, and which has a ``scale`` for each block."""
+
+    __slots__ = ("qdata", "scale")
+    names: ClassVar[tuple[str, ...]] = ("qdata", "scale")
+
+    qdata: Tensor
+    scale: Tensor
+
+    @property
+    @abstractmethod
+    def block(self) -> tuple[int, int]:
+        """How many rows and columns have one scale."""
+
+    @property
+    def blocks(self) -> str:
+        """The values that have one scale, in words."""
+        return "{} x {} values".format(*self.block)
+
+    def has_whole_blocks(self, rows: int, columns: int) -> bool:
+        """Tell whether a part of that size can be whole blocks."""
+        sizes = enumerate(zip((rows, columns), self.shape, strict=True))
+        return all(size == whole or not size % self.unit(dim) for dim, (size, whole) in sizes)
+
+    def unit(self, dim: int) -> int:
+        """Return of how many rows (``dim`` 0) or columns (1) multiples are whole blocks."""
+        return self.block[dim]
+
+    def cut(self, dim: int, first: int, last: int) -> Self:
+        """Return rows (``dim`` 0) or columns (1) from ``first`` to before ``last``, which begin and end blocks."""
+        unit, several = self.unit(dim), self.scale.shape[dim] > 1
+        begin, end = first // unit, -(-last // unit)  # the last block may be a smaller one
+        held = {name: part.narrow(dim, begin, end - begin) if several else part for name, part in self.tensors.items()}
+        held["qdata"] = self.qdata.narrow(dim, first, last - first)
+        return self.like(held, held["qdata"].shape)
+
+
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     return weight.linear(x, bias)
 
@@ -237,7 +276,7 @@ def _cat(weights: Sequence[Tensor], dim: int = 0) -> PackedWeight | None:
     first = own[0]
     if dim or len(own) < len(weights) or len({(type(w), w.form, w.dtype, w.shape[1], w.blocks) for w in own}) > 1:
         return None
-    if not all(weight.has_whole_blocks(*weight.shape) for weight in own):
+    if any(weight.shape[0] % weight.unit(0) for weight in own):
         return None
     joined = {name: torch.cat([weight.tensors[name] for weight in own]) for name in first.tensors}
     return first.like(joined, (sum(weight.shape[0] for weight in own), first.shape[1]))

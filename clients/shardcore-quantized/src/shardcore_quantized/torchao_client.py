@@ -29,4 +29,4 @@ def unpacking(model: nn.Module) -> Unpacking | None:
                     "weights of torch.nn.Linear alone: leave the module out (modules_to_not_convert of TorchAoConfig)"
                 )
             found[path] = (module, WeightTorchao.of(f"{path}.{name}", parameter))
-    return Unpacking(found) if found else None
+    return Unpacking(model, found) if found else None

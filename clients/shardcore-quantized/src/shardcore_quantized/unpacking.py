@@ -18,24 +18,28 @@ class Unpacking(ModelPhase):
     """Quantized linears, which are ``torch.nn.Linear`` with a `PackedWeight` from `begin` on.
 
     Args:
+        model: what has them.
         linears: they and their weights, by their paths.
         own: the attributes that they have beside those of ``torch.nn.Linear``.
     """
 
-    def __init__(self, linears: Mapping[str, tuple[nn.Module, PackedWeight]], own: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, linears: Mapping[str, tuple[nn.Module, PackedWeight]], own: tuple[str, ...] = ()
+    ) -> None:
+        self._model = model
         self._linears = dict(linears)
         self._own = own
-        self._before: list[tuple[nn.Module, type, dict[str, Any], nn.Parameter]] = []
+        self._before: list[tuple[nn.Module, type, dict[str, Any]]] = []
 
     def begin(self) -> None:
         """Make them linears."""
         for module, weight in self._linears.values():
-            quantized: Any = module
-            self._before.append((module, type(module), dict(vars(module)), quantized.weight))
+            self._before.append((module, type(module), dict(vars(module))))
             for name in self._own:
                 vars(module).pop(name, None)
             module.__class__ = nn.Linear
-            module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+            held = {"weight": nn.Parameter(weight, requires_grad=False), "bias": module._parameters["bias"]}
+            vars(module)["_parameters"] = held  # scales that are parameters are in the weight
 
     def check(self, plan: ShardPlan) -> None:
         """Refuse parts that would begin or end inside of a block.
@@ -44,8 +48,10 @@ class Unpacking(ModelPhase):
             NotSupportedError: one would.
         """
         ranks = plan.config.tensor_parallel_size or 1
+        weights = dict(self._linears.values())
+        modules = dict(self._model.named_modules())  # without adapters by now, and with other paths
         for parameter in plan.parameters:
-            _, weight = self._linears.get(parameter.name.removesuffix(".weight"), (None, None))
+            weight = weights.get(modules.get(parameter.name.removesuffix(".weight"), self._model))
             if weight is None or parameter.layout is None:
                 continue
             whole = tuple(weight.shape)
@@ -60,10 +66,9 @@ class Unpacking(ModelPhase):
 
     def give_up(self) -> None:
         """Make them what they were."""
-        for module, kind, attributes, weight in self._before:
+        for module, kind, attributes in self._before:
             module.__class__ = kind
             vars(module).update(attributes)
-            module._parameters["weight"] = weight
         self._before.clear()
         self._linears.clear()
 

@@ -7,7 +7,7 @@ sides have its scale.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor
 from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor
 
 from shardcore.errors import NotSupportedError
-from shardcore_quantized.packed import PackedWeight
+from shardcore_quantized.packed import BlockWeight
 
 _KINDS = (Int8Tensor, Float8Tensor, IntxUnpackedToInt8Tensor)
 # Those that its classes take.
@@ -33,7 +33,7 @@ class Form(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
 
-class WeightTorchao(PackedWeight):
+class WeightTorchao(BlockWeight):
     """A frozen weight (out, in) that torchao has quantized. Any operation that does not keep it so reads its values.
 
     Attributes:
@@ -43,13 +43,11 @@ class WeightTorchao(PackedWeight):
         form: a `Form`.
     """
 
-    __slots__ = ("qdata", "scale", "zero_point")
+    __slots__ = ("zero_point",)
     names: ClassVar[tuple[str, ...]] = ("qdata", "scale", "zero_point")
     called: ClassVar[str] = "a weight that torchao has quantized"
     way_out: ClassVar[str] = "modules_to_not_convert of TorchAoConfig"
 
-    qdata: Tensor
-    scale: Tensor
     zero_point: Tensor | None
     form: Form
 
@@ -85,11 +83,6 @@ class WeightTorchao(PackedWeight):
         rows, columns = (whole // parts for whole, parts in zip(self.qdata.shape, self.scale.shape, strict=True))
         return rows, columns
 
-    @property
-    def blocks(self) -> str:
-        """The values that have one scale, in words."""
-        return "{} x {} values".format(*self.block)
-
     def native(self) -> Tensor:
         """Return it as torchao has it."""
         dtype = self.dtype if self.dtype in _DTYPES else torch.float32
@@ -101,24 +94,9 @@ class WeightTorchao(PackedWeight):
         """Return its values as a plain tensor (out, in)."""
         return self.native().dequantize().to(self.dtype)
 
-    def has_whole_blocks(self, rows: int, columns: int) -> bool:
-        """Tell whether a part of that size can be whole blocks."""
-        sizes = zip((rows, columns), self.block, self.scale.shape, strict=True)
-        return all(parts == 1 or not size % block for size, block, parts in sizes)
-
     def unit(self, dim: int) -> int:
         """Return of how many rows (``dim`` 0) or columns (1) multiples are whole blocks."""
         return 1 if self.scale.shape[dim] == 1 else self.block[dim]
-
-    def cut(self, dim: int, first: int, last: int) -> Self:
-        """Return rows (``dim`` 0) or columns (1) from ``first`` to before ``last``, which begin and end blocks."""
-        unit, several = self.unit(dim), self.scale.shape[dim] > 1
-        held = {
-            name: part.narrow(dim, first // unit, (last - first) // unit) if several else part
-            for name, part in self.tensors.items()
-        }
-        held["qdata"] = self.qdata.narrow(dim, first, last - first)
-        return self.like(held, held["qdata"].shape)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return what a ``torch.nn.Linear`` with such a weight does."""

@@ -12,11 +12,14 @@ from transformers.quantizers import AutoHfQuantizer
 
 from shardcore.clients import client_of
 from shardcore.errors import ConfigError, NotSupportedError
+from shardcore.plan.shard_plan import ModelPhase
 from shardcore.plugins.unserved import installing
 
 _ONLY = "BitsAndBytesConfig(load_in_4bit=True) of transformers is known here"
 # Whose quantized weights can be divided, by shardcore-quantized.
 _LIBRARIES = ("bitsandbytes", "torchao")
+# Where transformers has its own linears for FP8.
+_FP8 = "transformers.integrations.finegrained_fp8"
 
 
 def quantizer_of(config: Any) -> Any:
@@ -56,8 +59,10 @@ def refuse_packed_files(config: Any, place: str) -> None:
         )
 
 
-def unpacking(model: nn.Module) -> None:
-    """Refuse a model that a library has quantized where its client is not installed, which makes it ready.
+def unpacking(model: nn.Module) -> ModelPhase | None:
+    """Return what makes linears of transformers in FP8 divisible, or None if ``model`` has none.
+
+    Refuse a model that a library has quantized where its client is not installed, which makes it ready.
 
     Raises:
         NotSupportedError: it is not.
@@ -66,11 +71,18 @@ def unpacking(model: nn.Module) -> None:
         library = type(held).__module__.partition(".")[0]
         if library in _LIBRARIES and client_of(library) is None:
             raise NotSupportedError(f"{path} was quantized by {library}; to shard it takes {_missing(library)}")
+    fp8 = next((path for path, module in model.named_modules() if type(module).__module__ == _FP8), None)
+    if fp8 is None:
+        return None
+    if (client := client_of("finegrained_fp8")) is None:
+        raise NotSupportedError(f"{fp8} is in FP8; to shard it takes {_missing()}")
+    phase: ModelPhase | None = client.unpacking(model)
+    return phase
 
 
-def _missing(library: str) -> str:
+def _missing(library: str = "") -> str:
     name = "shardcore-quantized"
-    return f"{name}[{library}], which is not installed{installing(f'clients/{name}')}"
+    return f"{name}{library and f'[{library}]'}, which is not installed{installing(f'clients/{name}')}"
 
 
 def quantize_empty(model: Any, quantizer: Any) -> None:

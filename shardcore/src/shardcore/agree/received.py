@@ -78,7 +78,7 @@ def _received(tensor: Tensor, source: int, group: ProcessGroup | None, device: t
     sends = dist.get_rank() == source
     own = tensor.detach().to(device).contiguous() if sends else None
     sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if own is None else own
-    dist.broadcast(sent, source, group=group)
+    dist.broadcast(sent.view(torch.uint8) if sent.itemsize == 1 else sent, source, group=group)  # gloo has no float8
     if sends:
         return tensor
     with torch.no_grad():
