@@ -30,7 +30,7 @@ ROOMS = {
 KITS = {
     "shardcore_shardformer": 3060,
     "shardcore_transformers": 3530,
-    "shardcore_quantized": 890,
+    "shardcore_quantized": 1000,
     "shardcore_peft": 2320,
     "shardcore_trainer": 2110,
     "shardcore_cli": 920,

@@ -15,7 +15,7 @@ from torch import nn
 from shardcore.errors import NotSupportedError
 
 # Layers of PEFT that differ from that for linears in what they merge into: (module, class).
-_OF_QUANTIZED = {("bnb", "Linear4bit"), ("torchao", "TorchaoLoraLinear")}
+_OF_QUANTIZED = {("bnb", "Linear4bit"), ("bnb", "Linear8bitLt"), ("torchao", "TorchaoLoraLinear")}
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ def nested(layer: nn.Module) -> list[nn.Module]:
 
 
 def let_be_of_linears(layer: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Let layers of PEFT for linears of bitsandbytes' 4 bits or of torchao be those for linears, which these are then.
+    """Let layers of PEFT for linears of bitsandbytes or of torchao be those for linears, which these are then.
 
     PEFT's two compute the same, and differ in what they merge into. Returns what was changed, with the class it had.
     """

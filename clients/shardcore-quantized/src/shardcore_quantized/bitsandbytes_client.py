@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from bitsandbytes.nn.modules import Linear4bit, LinearFP4, LinearNF4
+import torch
+from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt, LinearFP4, LinearNF4
 from torch import nn
 
 from shardcore.errors import NotSupportedError
-from shardcore_quantized.unpacking import Unpacking
+from shardcore_quantized.packed import PackedWeight
+from shardcore_quantized.unpacking import Unpacking, dtype_of
 from shardcore_quantized.weight_4bit import Weight4Bit
+from shardcore_quantized.weight_8bit import Weight8Bit
 
 __all__ = ["unpacking"]
 
@@ -20,6 +23,8 @@ _OF_BITSANDBYTES = (
     "compute_type_is_set",
     "quant_storage",
     "support_avx512bf16_for_cpu",
+    "state",
+    "index",
 )
 _KINDS = (Linear4bit, LinearFP4, LinearNF4)
 
@@ -30,15 +35,16 @@ def unpacking(model: nn.Module) -> Unpacking | None:
     Raises:
         NotSupportedError: it has something of bitsandbytes that cannot be cut, or is not quantized yet.
     """
-    found = {}
+    found: dict[str, tuple[nn.Module, PackedWeight]] = {}
     for path, module in model.named_modules():
         if type(module) in _KINDS:
             found[path] = (module, _weight(path, module))
+        elif type(module) is Linear8bitLt and module.weight.dtype == torch.int8:
+            found[path] = (module, Weight8Bit.of(module, dtype_of(model)))
         elif type(module).__module__.partition(".")[0] == "bitsandbytes":
             raise NotSupportedError(
-                f"{path} is a {type(module).__module__}.{type(module).__qualname__}, which cannot be divided: what it "
-                "computes depends on whole rows of its input. Weights of 4 bits can: "
-                "BitsAndBytesConfig(load_in_4bit=True)"
+                f"{path} is a {type(module).__module__}.{type(module).__qualname__} which cannot be divided. Quantized "
+                "linears can, of BitsAndBytesConfig(load_in_4bit=True) or of load_in_8bit=True"
             )
     return Unpacking(model, found, _OF_BITSANDBYTES) if found else None
 

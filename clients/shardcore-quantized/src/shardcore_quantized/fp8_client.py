@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from shardcore.errors import NotSupportedError
-from shardcore_quantized.unpacking import Unpacking
+from shardcore_quantized.unpacking import Unpacking, dtype_of
 from shardcore_quantized.weight_fp8 import WeightFP8
 
 __all__ = ["unpacking"]
@@ -22,8 +21,7 @@ def unpacking(model: nn.Module) -> Unpacking | None:
     Raises:
         NotSupportedError: it has something in FP8 that cannot be cut.
     """
-    plain = (p.dtype for name, p in model.named_parameters() if p.itemsize > 1 and "scale" not in name)
-    dtype = next(plain, torch.bfloat16)  # a weight in FP8 does not say what it is read in
+    dtype = dtype_of(model)
     found = {}
     for path, module in model.named_modules():
         if type(module) is FP8Linear:

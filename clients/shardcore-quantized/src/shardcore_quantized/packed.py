@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from shardcore.comm.collectives import Channel
 from shardcore.errors import NotSupportedError
 
 _aten: Any = torch.ops.aten
@@ -36,6 +37,8 @@ class PackedWeight(Tensor):
     way_out: ClassVar[str]
     #: The model into which PEFT merges adapters that were trained on it, where it takes no values.
     unsharded: ClassVar[str] = "the unsharded model"
+    #: Whether a product of some rows of an input is that part of the product of all.
+    by_pieces: ClassVar[bool] = True
 
     form: Any
     is_copy: bool
@@ -102,6 +105,9 @@ class PackedWeight(Tensor):
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return what the module of the library computes."""
 
+    def divided(self, part: Tensor, channel: Channel) -> None:
+        """Learn, of the whole weight, that the ranks of ``channel`` each have such a ``part``."""
+
     def computes_in(self, dtype: torch.dtype) -> torch.dtype:
         """Return what products with an input of ``dtype`` are computed in."""
         return dtype
@@ -163,9 +169,10 @@ class BlockWeight(PackedWeight):
     scale: Tensor
 
     @property
-    @abstractmethod
     def block(self) -> tuple[int, int]:
         """How many rows and columns have one scale."""
+        rows, columns = (whole // parts for whole, parts in zip(self.qdata.shape, self.scale.shape, strict=True))
+        return rows, columns
 
     @property
     def blocks(self) -> str:
@@ -178,8 +185,8 @@ class BlockWeight(PackedWeight):
         return all(size == whole or not size % self.unit(dim) for dim, (size, whole) in sizes)
 
     def unit(self, dim: int) -> int:
-        """Return of how many rows (``dim`` 0) or columns (1) multiples are whole blocks."""
-        return self.block[dim]
+        """Return of how many rows (``dim`` 0) or columns (1) multiples are whole blocks: any, where there is one."""
+        return 1 if self.scale.shape[dim] == 1 else self.block[dim]
 
     def cut(self, dim: int, first: int, last: int) -> Self:
         """Return rows (``dim`` 0) or columns (1) from ``first`` to before ``last``, which begin and end blocks."""

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from shardcore.comm.dtensor_params import local_tensor
 from shardcore.errors import NotSupportedError
 from shardcore.mesh.context import ShardContext
 from shardcore.plan import ShardPlan
 from shardcore.plan.shard_plan import ModelPhase
 from shardcore_quantized.packed import PackedWeight
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return what quantized weights are read in that do not say so: the dtype of what is not quantized."""
+    wide = (p.dtype for name, p in model.named_parameters() if p.itemsize > 1 and "scale" not in name)
+    return next(wide, torch.bfloat16)
 
 
 class Unpacking(ModelPhase):
@@ -48,6 +56,12 @@ class Unpacking(ModelPhase):
             NotSupportedError: one would.
         """
         ranks = plan.config.tensor_parallel_size or 1
+        for path, (_, held) in self._linears.items():
+            if plan.config.enable_sequence_overlap and not held.by_pieces:
+                raise NotSupportedError(
+                    f"{path} is {held.called}, whose products depend on all tokens, and enable_sequence_overlap "
+                    "multiplies them in pieces: leave that out"
+                )
         weights = dict(self._linears.values())
         modules = dict(self._model.named_modules())  # without adapters by now, and with other paths
         for parameter in plan.parameters:
@@ -77,8 +91,11 @@ class Unpacking(ModelPhase):
         return True
 
     def apply(self, context: ShardContext | None, plan: ShardPlan) -> None:
-        """Let go of what they were."""
+        """Let go of what they were, and tell them how they are divided."""
         if context is None:
             self.give_up()
+        else:
+            for module, weight in self._linears.values():
+                weight.divided(local_tensor(module.weight), context.channel.exact)  # type: ignore[arg-type]  # a parameter
         self._before.clear()
         self._linears.clear()

@@ -78,6 +78,10 @@ class WeightFP8(BlockWeight):
         """How many rows and columns have one scale."""
         return self.form.block
 
+    def unit(self, dim: int) -> int:
+        """Return of how many rows (``dim`` 0) or columns (1) multiples are whole blocks."""
+        return self.block[dim]  # of one alone, too: kernels quantize the input by columns
+
     def dequantize(self) -> Tensor:
         """Return its values as a plain tensor (out, in), as transformers does where it loads no FP8."""
         scale = self.scale.float()

@@ -77,12 +77,6 @@ class WeightTorchao(BlockWeight):
             held |= {name: part.reshape(1, 1).expand(rows, 1) for name, part in held.items() if name != "qdata"}
         return cls(held, parameter.shape, parameter.dtype, Form(kind, tuple(options.items())))
 
-    @property
-    def block(self) -> tuple[int, int]:
-        """How many rows and columns have one scale."""
-        rows, columns = (whole // parts for whole, parts in zip(self.qdata.shape, self.scale.shape, strict=True))
-        return rows, columns
-
     def native(self) -> Tensor:
         """Return it as torchao has it."""
         dtype = self.dtype if self.dtype in _DTYPES else torch.float32
@@ -93,10 +87,6 @@ class WeightTorchao(BlockWeight):
     def dequantize(self) -> Tensor:
         """Return its values as a plain tensor (out, in)."""
         return self.native().dequantize().to(self.dtype)
-
-    def unit(self, dim: int) -> int:
-        """Return of how many rows (``dim`` 0) or columns (1) multiples are whole blocks."""
-        return 1 if self.scale.shape[dim] == 1 else self.block[dim]
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return what a ``torch.nn.Linear`` with such a weight does."""
