@@ -29,7 +29,7 @@ ROOMS = {
 #: Package around the core -> the most lines.
 KITS = {
     "shardcore_shardformer": 3060,
-    "shardcore_transformers": 3530,
+    "shardcore_transformers": 3540,
     "shardcore_quantized": 1000,
     "shardcore_peft": 2320,
     "shardcore_trainer": 2110,
