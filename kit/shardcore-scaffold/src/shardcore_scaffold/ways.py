@@ -101,7 +101,7 @@ def divided(name: str, value: Any, way: Way) -> Any:
 
 def outputs_of(config: Any) -> dict[str, Any]:
     """Return of which layers a small backbone gives outputs: as many as ``config`` says."""
-    outs = getattr(config, "_out_indices", None)
+    outs = getattr(config, "out_indices", None)
     if not isinstance(outs, list | tuple) or len(outs) < 2:
         return {}
     return {"out_indices": list(outs if hasattr(config, "depths") else range(1, len(outs) + 1))}
