@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from square_net import Block, OwnNorm
 from tensor_calls import calls_of, numbers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -35,28 +36,6 @@ from shardcore_testing.parity import (
 )
 
 DIVIDED = (Shard(0), Shard(1))
-
-
-class OwnNorm(nn.Module):
-    """As transformers writes it."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(size))
-
-    def forward(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-class Block(nn.Module):
-    def __init__(self, size, norm):
-        super().__init__()
-        self.norm, self.up, self.down = norm(size), nn.Linear(size, 3 * size), nn.Linear(3 * size, size)
-        self.gate = nn.Linear(size, 3 * size, bias=False)
-
-    def forward(self, x):
-        normed = self.norm(x)
-        return x + self.down(F.gelu(self.up(normed)) * self.gate(normed).sigmoid())
 
 
 class Net(nn.Module):
