@@ -66,9 +66,9 @@ def sequence(
         }
         if (scope.config.context_parallel_size or 1) > 1 and attention:
             inside = [f"{child}.{name}" for child in children for name in names_of(attention)]
-            missing = [name for name in inside if scope.find(name) is None]  # each of which is a problem of the plan
-            if not missing:
-                across = [f"{child}.{cross_attention}" for child in children if cross_attention]
+            across = [f"{child}.{cross_attention}" for child in children if cross_attention]
+            # Each that is missing is a problem of the plan.
+            if None not in [scope.find(name) for name in (*inside, *across)]:
                 named = {"attentions": tuple(map(scope.name, inside)), "across": tuple(map(scope.name, across))}
                 _divide(scope, where | named, heads_of(scope, heads))
         if scope.config.enable_sequence_parallelism:
