@@ -111,6 +111,11 @@ class FromElsewhere(Attention):
         return self.o((q @ k.mT).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
 
 
+class Counting(Attention):
+    def forward(self, x):
+        return self.h, super().forward(x)
+
+
 class Net(nn.Module):
     def __init__(self, *blocks):
         super().__init__()
@@ -200,6 +205,7 @@ WRONG = [
     (lambda: Attention(head_dim=2, num_heads_per_core=4), QKV, "what num_heads_per_core, which it reads, is", "region"),
     (lambda: Attention(head_dim=2, n_rep=2), QKV, "what n_rep, which it reads, is on one rank", "region"),
     (lambda: FromElsewhere(head_dim=2), QKV, "what num_heads, which it reads, is on one rank", "region"),
+    (lambda: Counting(head_dim=2, h=4), QKV, "what h, which it reads, is on one rank", "per_rank"),
     (lambda: nn.ModuleDict({"a": Mlp(), "b": Mlp()}), TWO, "its output stays split", "colwise_gather_output"),
 ]
 
@@ -223,6 +229,10 @@ def test_every_word_that_is_refused_says_what_to_do():
         assert f"{word!r} cannot be served" in problem.what
         assert problem.rule == f"'layers.0': {word!r}"
         assert problem.todo
+
+
+def test_the_number_of_a_layer_is_no_number_of_heads():
+    assert not problems(Net(Counting(head_dim=2, h=3), Counting(head_dim=2, h=4)), QKV)
 
 
 def test_linears_of_several_modules_and_other_heads():

@@ -226,7 +226,8 @@ class _Words:
             elsewhere = f"{last.path} is elsewhere" if owner != _owner(last.path) else None
             why = elsewhere or mixed(module, columns, last, self.ranks)
         if why is not None:
-            todo = "give the block a rule region(...), which says where it is entered, and what its linears are"
+            todo = "give the block a rule region(enter=, col=, row=); an attention's also has heads=, beside a rule "
+            todo += "attribute(name, per_rank) for the number of heads that it reads"
             self.unfit(owner, said, f"{type(module).__name__} cannot be cut by that: {why}", todo)
             return
         block = next(outer for outer in above(last.path) if is_in(columns[0].path, outer))
@@ -267,6 +268,10 @@ class _Words:
         unknown = [n for n, v in numbers.items() if n in _COUNTS and _COUNTS[n](whole) != v]
         unknown += [n for n, v in numbers.items() if n not in (*_COUNTS, *_SIZES) and v in (query, kv, query // kv)]
         unknown += sorted(read_by(module) & _COUNTS.keys() - vars(module).keys())
+        if _COUNTS.keys().isdisjoint(numbers):  # its forward may know the number by any name; that of a layer differs
+            alike = [vars(other) for other in self.model.modules() if type(other) is type(module)]
+            same = {n for n, v in vars(module).items() if type(v) is int and v > 1 and v in (query, kv)} - numbers.keys()
+            unknown += sorted(n for n in same & read_by(module) if len({each.get(n) for each in alike}) == 1)
         if unknown:
             return f"nothing says what {', '.join(unknown)}, which it reads, is on one rank"
         self.heads = self.heads or given or Heads(query, kv=kv)
