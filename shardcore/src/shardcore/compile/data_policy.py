@@ -26,18 +26,8 @@ from shardcore.compile.mixing import LinearAt, mixed, read_by
 from shardcore.nn.linear.alike import Product, product_of
 from shardcore.plan.steps.base import above
 from shardcore.policy import HeadCounts, Heads, ModulePolicy, Policy, Rule, Scope, Stages, Word
+from shardcore.styles import layers
 from shardcore.styles._finding import is_in, joined
-from shardcore.styles.layers import (
-    attribute,
-    col,
-    local_groups,
-    local_heads,
-    local_kv_heads,
-    partial,
-    replicate,
-    row,
-    vocab,
-)
 from shardcore.styles.models import head
 from shardcore.styles.regions import region
 
@@ -48,11 +38,11 @@ _WORDS: dict[str, Callable[..., Rule] | None] = {
     "colwise": None,
     "rowwise": None,
     "pairwise": None,
-    **dict.fromkeys(_GATHERED, functools.partial(col, gather_output=True)),
-    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), functools.partial(row, parallel_input=False)),
-    "embedding_rowwise": vocab,
-    "replicate": replicate,
-    "replicated_with_grad_allreduce": partial,
+    **dict.fromkeys(_GATHERED, functools.partial(layers.col, gather_output=True)),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), functools.partial(layers.row, parallel_input=False)),
+    "embedding_rowwise": layers.vocab,
+    "replicate": layers.replicate,
+    "replicated_with_grad_allreduce": layers.partial,
 }
 _FUSED = (
     "it does not say in which order features lie",
@@ -75,9 +65,9 @@ _REFUSED = {
 }
 #: How attention calls the numbers that its forward reads, and what each of them is on one rank.
 _COUNTS = {
-    **dict.fromkeys(("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"), local_heads),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), local_kv_heads),
-    **dict.fromkeys(("num_key_value_groups", "n_rep"), local_groups),
+    **dict.fromkeys(("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"), layers.local_heads),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), layers.local_kv_heads),
+    **dict.fromkeys(("num_key_value_groups", "n_rep"), layers.local_groups),
 }
 _SIZES = ("head_dim", "head_size", "attention_head_size", "d_head")
 
@@ -125,7 +115,7 @@ def _replicate_rest(scope: Scope) -> None:
     names = [name for name, _ in scope.module.named_parameters(remove_duplicate=False)]
     claimed = scope.builder.claims.keys()
     rest = [n for n in names if joined(scope.name(_owner(n)), n.rpartition(".")[2]) not in claimed]
-    replicate(*rest).plan(scope)
+    layers.replicate(*rest).plan(scope)
 
 
 @dataclass
@@ -174,10 +164,10 @@ class _Words:
                 self._take_word(path, modules.get(path), word, said)
 
     def _take_word(self, path: str, module: nn.Module | None, word: str, said: str) -> None:
-        make = vocab if isinstance(module, nn.Embedding) and word.startswith("rowwise") else _WORDS[word]
+        make = layers.vocab if isinstance(module, nn.Embedding) and word.startswith("rowwise") else _WORDS[word]
         if word in _GATHERED and not any(part.isdigit() for part in path.split(".")):
             make = head  # in no block: it scores words, and with parallel_output its logits stay split
-        if module is None and make not in (replicate, partial):
+        if module is None and make not in (layers.replicate, layers.partial):
             self.unfit(path, said, "it is a parameter, and no module", "name its module, or give that by_heads(...)")
         elif make is not None:
             owner, _, name = path.rpartition(".") if module is None else (path, "", "")
@@ -243,7 +233,7 @@ class _Words:
             unit="head" if counts else "column",
         )
         numbers = [name for name in vars(module) if name in _COUNTS] if counts else []
-        set_ = [attribute(joined(entered, name), _COUNTS[name]) for name in numbers]
+        set_ = [layers.attribute(joined(entered, name), _COUNTS[name]) for name in numbers]
         self.rules[self.model.get_submodule(block)] += [replace(rule, text=said), *set_]
 
     def _counts(self, owner: str, columns: Sequence[LinearAt], last: LinearAt) -> HeadCounts | str | None:
@@ -253,7 +243,7 @@ class _Words:
         if given is None and not numbers:
             return None
         asked = None if given is None else given.counts(self.model, 1)
-        found = [asked.query] if asked else [v for n, v in numbers.items() if _COUNTS.get(n) is local_heads]
+        found = [asked.query] if asked else [v for n, v in numbers.items() if _COUNTS.get(n) is layers.local_heads]
         found += [width // numbers[name] for name in _SIZES if numbers.get(name)]
         query = found[0] if found else 0
         size = width // query if query else 0
@@ -270,8 +260,9 @@ class _Words:
         unknown += sorted(read_by(module) & _COUNTS.keys() - vars(module).keys())
         if _COUNTS.keys().isdisjoint(numbers):  # its forward may know the number by any name; that of a layer differs
             alike = [vars(other) for other in self.model.modules() if type(other) is type(module)]
-            same = {n for n, v in vars(module).items() if type(v) is int and v > 1 and v in (query, kv)} - numbers.keys()
-            unknown += sorted(n for n in same & read_by(module) if len({each.get(n) for each in alike}) == 1)
+            same = {n for n, v in vars(module).items() if type(v) is int and v > 1 and v in (query, kv)}
+            same &= read_by(module) - numbers.keys()
+            unknown += sorted(n for n in same if len({each.get(n) for each in alike}) == 1)
         if unknown:
             return f"nothing says what {', '.join(unknown)}, which it reads, is on one rank"
         self.heads = self.heads or given or Heads(query, kv=kv)
