@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from textwrap import fill, indent
 from typing import Any, Literal, Self, get_args
 
 from torch.distributed import ProcessGroup
@@ -181,7 +182,8 @@ class ShardConfig:
             target = SHORT_NAMES.get(name, name)
             if target not in known:
                 near = difflib.get_close_matches(name, names := sorted(known | SHORT_NAMES.keys()), n=1)
-                told = f"Did you mean {near[0]!r}?" if near else f"The fields are {', '.join(names)}"
+                listed = indent(fill(", ".join(names), 76), "  ")
+                told = f"Did you mean {near[0]!r}?" if near else f"The fields are\n{listed}"
                 raise ConfigError(f"unknown configuration field {name!r}. {told}")
             if target in full:
                 raise ConfigError(f"{name!r} and another name for {target} were both given; give one of them")

@@ -93,7 +93,7 @@ def _ways_out(names: Sequence[str], packs: Sequence[Pack]) -> Iterator[str]:
         yield f"  the first-party pack for this family, {family}, is installed and serves other classes of it"
     if names[0].startswith(tuple(_index()["drafted"])):
         yield f"  way out: have a pack drafted: shardcore new-pack {_drafted(names[0])} --model {names[0]}"
-        yield f'{_IN_PYTHON}policy="infer", which derives a policy from a small copy of the model and proves it there'
+        yield '  way out: policy="infer" (explain, plan: --policy infer), found and proved on a small copy of the model'
     else:
         yield "  way out: have a pack drafted: shardcore new-pack shard-mine --example module:function"
 
