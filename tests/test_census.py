@@ -52,6 +52,14 @@ def test_a_row_for_each_class_and_the_totals() -> None:
     assert "Of these 50.0% are exact: 1 are exact, 0 differ, 1 are refused" in text
 
 
+def test_the_totals_of_another_release() -> None:
+    older = {"A": {**EXACT, "release": "4.9", "ways": {}}}
+    text = page({"A": EXACT}, missing=0, release="5.0", also=older)
+    said = text.partition("With transformers 4.9: ")[2].partition("\n\n")[0]
+    assert said.startswith("Of 1 classes 1 were measured: 1 are exact, 0 differ; 0 were not reached.")
+    assert "further ways" not in said
+
+
 def test_the_newest_result_of_a_class_counts(tmp_path) -> None:
     file = tmp_path / "results.jsonl"
     file.write_text("".join(f"{json.dumps({**EXACT, 'state': state})}\n" for state in ("failed", "exact")))

@@ -4,6 +4,8 @@
     python tools/census.py --only Qwen3Next gpt_oss       # classes or model types, also those that were measured
     python tools/census.py --minutes 30                   # as many as half an hour allows; the next run goes on
     python tools/census.py --table                        # measure nothing: write the page
+    python tools/census.py --plain --results FILE         # tensor parallelism alone, in none of the further ways
+    python tools/census.py --table --also FILE            # the page has the totals of another release too
 
 A class is built with few layers and random float64 weights from its own configuration, or else as the conformance kit
 of its pack does. It is sharded with its pack or else with a policy that is inferred (`policy="infer"`, from a smaller
@@ -284,7 +286,8 @@ def run(names: Sequence[str], kinds: Mapping[str, str], minutes: float, results:
             break
         begin = time.monotonic()
         found = _Child(functools.partial(measure, name), leads=True).answer(_LIMIT)
-        line = {"class": name, "type": kinds[name], **found, "seconds": round(time.monotonic() - begin, 1)}
+        line = {"class": name, "type": kinds[name], "release": transformers.__version__, **found}
+        line["seconds"] = round(time.monotonic() - begin, 1)
         counts[found["state"]] += 1
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -306,10 +309,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=(), help="classes, or model types")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no class after so many")
     parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--plain", action="store_true", help="no further ways than tensor parallelism")
+    parser.add_argument("--also", type=Path, help="results of another release, whose totals the page has too")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
+    if given.plain:
+        WAYS.clear()
     kinds = classes()
     if given.only:
         names = [name for name, kind in kinds.items() if {name, kind} & set(given.only)]
@@ -322,7 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(names, kinds, given.minutes, given.results)
     results = {name: result for name, result in read(given.results).items() if name in kinds}
     missing = len(kinds.keys() - results.keys())
-    given.page.write_text(page(results, missing, transformers.__version__), encoding="utf-8")
+    also = read(given.also) if given.also else {}
+    given.page.write_text(page(results, missing, transformers.__version__, also), encoding="utf-8")
     print(totals(results, missing))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from census_ranks import WAYS  # from tools/
@@ -73,15 +74,22 @@ def _counted(results: Iterable[Mapping[str, Any]]) -> str:
 def _ways(exact: Sequence[Mapping[str, Any]]) -> str:
     said = []
     for way in WAYS:
-        of_way = [result["ways"][way].partition(":")[0] for result in exact]
-        tried = [each for each in of_way if each]
-        said.append(f"{way} {tried.count('exact')} of {len(tried)} ({tried.count('differs')} differ)")
-    return f"Of these are exact in further ways: {', '.join(said)}."
+        tried = [each for result in exact if (each := result["ways"].get(way, "").partition(":")[0])]
+        said.append(f"{way} {tried.count('exact')} of {len(tried)} ({tried.count('differs')} differ)" if tried else "")
+    return f"Of these are exact in further ways: {', '.join(filter(None, said))}." if any(said) else ""
 
 
-def page(results: Mapping[str, Mapping[str, Any]], missing: int, release: str) -> str:
-    """Return the page: the totals, a row for each class, and why what is not exact is not."""
-    lines = [_HEADER.format(release=release, totals=totals(results, missing))]
+def page(
+    results: Mapping[str, Mapping[str, Any]],
+    missing: int,
+    release: str,
+    also: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> str:
+    """Return the page: the totals, also those of another release, a row for each class, and why some are not exact."""
+    said = totals(results, missing)
+    if also:
+        said += f"\n\nWith transformers {next(iter(also.values()))['release']}: {totals(also, 0)}"
+    lines = [_HEADER.format(release=release, totals=said)]
     lines += ["| class | way | error | split | attention | " + " | ".join(WAYS) + " |", "|---" * (5 + len(WAYS)) + "|"]
     others = ["", "## Not exact", "", "| class | way | | why |", "|---" * 4 + "|"]
     for name, result in sorted(results.items()):
