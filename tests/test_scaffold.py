@@ -197,13 +197,15 @@ def test_its_tests_need_no_installation(tmp_path):
 
 
 def test_modules_that_were_not_looked_at_are_listed(tmp_path, monkeypatch):
-    (tmp_path / "unseen_models.py").write_text(SMALL_MODEL)
+    table = "self.table = nn.Embedding(40, 8)\n        self.blocks ="
+    (tmp_path / "unseen_models.py").write_text(SMALL_MODEL.replace("self.blocks =", table))
     monkeypatch.syspath_prepend(tmp_path)
     model, inputs = importlib.import_module("unseen_models").example()
     example = Example(model, inputs, source="unseen_models:example", unseen=["blocks.{i}.gate (Linear)"])
     _, draft = write_pack("shard-unseen", example, tmp_path)
     said = "blocks.{i}.gate (Linear) is in the model, but not in the small one that was looked at"
     assert said in draft.doubts
+    assert any(doubt.startswith("embeddings and heads are whole: no vocab_size") for doubt in draft.doubts)
     assert said in (tmp_path / "shard-unseen" / "src" / "shard_unseen" / "policy.py").read_text()
 
 

@@ -54,7 +54,7 @@ from shardcore_scaffold.small import small_model
 from shardcore_testing.islands import no_float32_islands
 from shardcore_testing.subject import Subject, cases_of
 
-__all__ = ["main"]
+__all__ = ["main", "mixes_tokens", "on_ranks", "read", "run"]
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "census.md"
@@ -174,16 +174,21 @@ def measure(name: str) -> dict[str, Any]:
         found["doubts"] = list(dict.fromkeys(told["doubts"]))
         found["way"] += ", text" if left_out else ""
         policy = policy_from(name, told["source"])
+    return found | on_ranks(model, inputs, policy)
+
+
+def on_ranks(model: Any, inputs: Mapping[str, Any], policy: Any) -> dict[str, Any]:
+    """Return what a small model comes to, with a policy or the one of its pack, beside the unsharded model."""
     reference = copy.deepcopy(model)
     wanted = loss_of(reference(**copy.deepcopy(inputs)))  # which some change
     if wanted.isnan():
-        return {**found, "state": "not built", "reason": "the unsharded model computes no numbers with random weights"}
+        return {"state": "not built", "reason": "the unsharded model computes no numbers with random weights"}
     again = loss_of(copy.deepcopy(model)(**copy.deepcopy(inputs)))
     if not torch.allclose(wanted, again, rtol=_ROUNDED, atol=_ROUNDED):  # patches that are shuffled are no others
-        return {**found, "state": "random", "reason": "two calls of the unsharded model differ: it draws numbers"}
+        return {"state": "random", "reason": "two calls of the unsharded model differ: it draws numbers"}
     wanted.backward()
     if not all(torch.isfinite(p.grad).all() for p in reference.parameters() if p.grad is not None):
-        return {**found, "state": "not built", "reason": "the unsharded model has gradients that are not finite"}
+        return {"state": "not built", "reason": "the unsharded model has gradients that are not finite"}
     with tempfile.TemporaryDirectory() as folder:
         compared = Compared(model, inputs, policy, Path(folder))
         with contextlib.suppress(Exception):  # nothing is there then
@@ -193,7 +198,7 @@ def measure(name: str) -> dict[str, Any]:
     worst = max(answers, key=lambda each: (each["state"] != "exact", each.get("error", 0.0)))
     if worst["state"] == "exact":  # what one rank says of a way says more than "exact"
         worst["ways"] = {way: max((each["ways"][way] for each in answers), key=_by_trouble) for way in WAYS}
-    return found | worst
+    return worst
 
 
 def has_blocks(cls: Any) -> bool | None:
@@ -203,6 +208,11 @@ def has_blocks(cls: Any) -> bool | None:
             model: nn.Module = cls(_configuration(cls))
     except Exception:
         return None
+    return mixes_tokens(model)
+
+
+def mixes_tokens(model: nn.Module) -> bool:
+    """Tell whether a model has modules of attention, or of what mixes tokens in its place."""
     return any(
         re.search(r"Atten|Attn|Mixer|Mamba|Rwkv|LSTM|Fourier", type(module).__name__) for module in model.modules()
     )
@@ -274,7 +284,14 @@ def _tell(function: Callable[[], dict[str, Any]], pipe: Connection, leads: bool)
             pipe.send({"state": "failed", "reason": f"{type(error).__name__}: {error} ({place})"})
 
 
-def run(names: Sequence[str], kinds: Mapping[str, str], minutes: float, results: Path = RESULTS) -> None:
+def run(
+    names: Sequence[str],
+    kinds: Mapping[str, str],
+    minutes: float,
+    results: Path = RESULTS,
+    measure: Callable[[str], dict[str, Any]] = measure,
+    release: str = transformers.__version__,
+) -> None:
     """Measure classes, one after another, and append what they come to; end when the time is over."""
     results.parent.mkdir(exist_ok=True)
     end, counts = time.monotonic() + 60 * minutes, Counter[str]()
@@ -286,7 +303,7 @@ def run(names: Sequence[str], kinds: Mapping[str, str], minutes: float, results:
             break
         begin = time.monotonic()
         found = _Child(functools.partial(measure, name), leads=True).answer(_LIMIT)
-        line = {"class": name, "type": kinds[name], "release": transformers.__version__, **found}
+        line = {"class": name, "type": kinds[name], "release": release, **found}
         line["seconds"] = round(time.monotonic() - begin, 1)
         counts[found["state"]] += 1
         with results.open("a", encoding="utf-8") as file:

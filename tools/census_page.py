@@ -9,7 +9,7 @@ from typing import Any
 
 from census_ranks import WAYS  # from tools/
 
-__all__ = ["page", "totals"]
+__all__ = ["counted", "page", "shortened", "totals"]
 
 _MOST = 0.5  # of the parameters of attention modules
 _HEADER = """# Census of transformers
@@ -54,17 +54,18 @@ def totals(results: Mapping[str, Mapping[str, Any]], missing: int) -> str:
     mixing = [result for result in results.values() if result["blocks"] is not False]
     of_blocks = sum(result["state"] == "exact" for result in mixing)
     return (
-        f"Of {len(results) + missing} classes {len(results)} were measured: {_counted(results.values())}; {missing} "
+        f"Of {len(results) + missing} classes {len(results)} were measured: {counted(results.values())}; {missing} "
         f"were not reached. Of the {len(exact)} exact ones {inferred} have no pack; of the {len(attending)} with "
         f"attention modules {split} ({split / max(len(attending), 1):.0%}) have more than half of their parameters "
         f"split. {_ways(exact)}\n\n"
         f"{len(mixing)} of the classes have a transformer's blocks: attention, or what mixes tokens in its place. Of "
-        f"these {of_blocks / max(len(mixing), 1):.1%} are exact: {_counted(mixing)}. The others are convolutions "
+        f"these {of_blocks / max(len(mixing), 1):.1%} are exact: {counted(mixing)}. The others are convolutions "
         "throughout, of which tensor parallelism splits little or nothing."
     )
 
 
-def _counted(results: Iterable[Mapping[str, Any]]) -> str:
+def counted(results: Iterable[Mapping[str, Any]]) -> str:
+    """Return how many results are in each state, in words."""
     counts = Counter(result["state"] for result in results)
     return ", ".join(
         f"{counts[state]} {words}" for state, words in _STATES.items() if counts[state] or state == "differs"
@@ -99,7 +100,7 @@ def page(
             row = [f"`{name}`", way, f"{result['error']:.0e}", f"{result['split']:.2f}", attention]
             lines.append(f"| {' | '.join(row + [_cell(result['ways'][each]) for each in WAYS])} |")
         else:
-            others.append(f"| `{name}` | {way} | {result['state']} | `{_shortened(result['reason'])}` |")
+            others.append(f"| `{name}` | {way} | {result['state']} | `{shortened(result['reason'])}` |")
     return "\n".join([*lines, *others, "", *_in_part(results), ""])
 
 
@@ -115,11 +116,12 @@ def _in_part(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         for name, result in sorted(results.items()):
             said = result.get("ways", {}).get(way, "")
             if said not in ("", "exact"):
-                found.setdefault(_shortened(said.replace(name, "it")), []).append(name)
+                found.setdefault(shortened(said.replace(name, "it")), []).append(name)
         for why, names in sorted(found.items(), key=lambda each: -len(each[1])):
             yield f"| {way} | {len(names)} | `{names[0]}` | `{why}` |"
 
 
-def _shortened(reason: str) -> str:
+def shortened(reason: str) -> str:
+    """Return the beginning of a reason, for a cell."""
     why = " ".join(reason.split()).replace("|", "/").replace("`", "")
     return why if len(why) <= _SHORT else f"{why[:_SHORT]} ..."

@@ -152,8 +152,11 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def census(session: nox.Session) -> None:
-    """Measure classes of transformers that docs/census.md lacks, and write it: nox -s census -- --minutes 30."""
-    session.run(str(everything(session)), "tools/census.py", *session.posargs, env=ENV, external=True)
+    """Measure classes that docs/census.md lacks, and write it: nox -s census -- --minutes 30; -- timm for timm's."""
+    of_timm = session.posargs[:1] == ["timm"]
+    tool = "tools/census_timm.py" if of_timm else "tools/census.py"
+    python = (with_every_library if of_timm else everything)(session)
+    session.run(str(python), tool, *session.posargs[of_timm:], env=ENV, external=True)
 
 
 @nox.session(venv_backend="none", name="newest-release", default=False)

@@ -51,6 +51,8 @@ class _Outside:
         self.draft, self.modules, self.ties, self.blocks = draft, facts.modules, facts.ties, blocks
         self.split, self.partial = split, partial
         sizes = _vocabularies(getattr(facts.model, "config", None)) if tables else set()
+        if tables and not sizes and any(isinstance(module, nn.Embedding) for module in self.modules.values()):
+            draft.doubts.append("embeddings and heads are whole: no vocab_size of a configuration says which they are")
         self.tables = {name for name, module in self.modules.items() if self._is_table(name, module, sizes)}
         self.within = {type(module) for path, module in self.modules.items() if self._inside(path)}
 
