@@ -171,6 +171,29 @@ def test_what_cannot_be_split_is_said() -> None:
     assert "rel_attn" not in "".join(row for rows in found.rows.values() for row in rows if "region(" in row)
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("CTRLLMHeadModel", "multi_head_attention.dense"),  # the same tensor as queries, keys and values
+        ("LongcatFlashForCausalLM", "o_proj"),  # latent attention in a list of its own
+        ("MobileBertModel", "attention.output.dense"),  # scores so large that one of them is all
+        ("Pop2PianoForConditionalGeneration", "SelfAttention.o"),  # a bias in the first block alone
+        pytest.param("PvtModel", "attention.output.dense", marks=pytest.mark.nightly),  # other keys in the last blocks
+        pytest.param(
+            "Sapiens2Backbone", "attention.o_proj", marks=pytest.mark.nightly
+        ),  # heads that share keys in some blocks
+        pytest.param(
+            "KimiLinearForCausalLM", "o_proj", marks=pytest.mark.nightly
+        ),  # two classes of attention, one of which is left whole
+    ],
+)
+def test_blocks_that_differ_are_split(name: str, row: str) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip("newer than this transformers")
+    _, found = draft(name)
+    assert row in {row for _, row in found.split}
+
+
 @pytest.mark.skipif(not hasattr(transformers, "Ovis2ForConditionalGeneration"), reason="newer than this transformers")
 def test_a_vocabulary_that_cannot_be_split_leaves_the_blocks_split() -> None:
     _, found = draft("Ovis2ForConditionalGeneration")  # its images are multiplied with the table of words

@@ -156,14 +156,28 @@ def test_norms_over_all_heads_of_another_kind_are_none():
     assert facts.regions == []
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "relu", "gelu", "sigmoid", "tanh"])
 def test_a_fused_gate(activation):
     module = Gated(activation)
     with torch.no_grad():
-        module.gate_up.bias[2] = -100.0  # never lets anything pass
+        module.gate_up.bias[2] = -100.0  # never lets anything pass, or is rounded so
     _, (region,), _ = found(module)
     assert (region.row, region.units, region.width) == ("down", 7, 1)
     assert region.columns == [Column("gate_up", 2, 2, (1, 1))]
+
+
+def test_scores_of_which_one_is_all():
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            heads = 1e6 * self.keys(states).unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
+            return self.out((functional.softmax(heads @ heads.mT, -1) @ heads).transpose(1, 2).flatten(2))
+
+    _, (region,), _ = found(Scored())
+    assert (region.row, region.units, region.width) == ("out", HEADS, SIZE)
 
 
 def test_interleaved_gates_are_one_run_for_each_unit():

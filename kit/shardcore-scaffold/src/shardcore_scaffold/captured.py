@@ -29,12 +29,7 @@ Shapes = dict[str, list[tuple[int, ...]]]
 
 
 def add_captured(draft: Draft, facts: Facts) -> None:
-    """Add the rule for what the model would refuse to return; say so where none is found.
-
-    Args:
-        draft: a policy that fits.
-        facts: of the model that it was drafted from.
-    """
+    """Add the rule for what the model would refuse to return, to a draft that fits; say so where none is found."""
     refused = list(_refused(draft, facts))
     wanted = _captured(facts, None) if refused else {}
     if not wanted:

@@ -236,17 +236,23 @@ def _leave(returned: list[Tensor]) -> Callable[..., None]:
 
 
 class _Awake(TorchFunctionMode):
-    """Lets every feature pass where an activation lets only positive ones: what depends on what stays the same."""
+    """Lets every feature pass, also where a function is flat, or rounded to be so: what depends on what is the same."""
 
     @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return functional.softplus(args[0]) if func in _SLEEPY else func(*args, **(kwargs or {}))
+        if func in _SLEEPY:
+            return functional.softplus(args[0].asinh())
+        return func(*((args[0].asinh(), *args[1:]) if func in _FLAT and args else args), **(kwargs or {}))
 
 
 _SLEEPY = frozenset(
     {functional.relu, functional.relu_, functional.relu6, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
+)
+_FLAT = frozenset(
+    {functional.softmax, torch.softmax, Tensor.softmax, functional.gelu, functional.silu, functional.sigmoid}
+    | {torch.sigmoid, Tensor.sigmoid, functional.tanh, torch.tanh, Tensor.tanh, functional.softplus}
 )
 
 

@@ -32,6 +32,7 @@ class Facts:
         model: the model.
         fresh: a copy of it that was never called: a model may keep what it computed, which cannot be copied.
         call: calls it.
+        said: what was said of a region in a block.
         dependence: what depends on what in it.
         numbers: the numbers that its forwards read.
         modules: by path.
@@ -43,7 +44,7 @@ class Facts:
     """
 
     def __init__(self, model: nn.Module, call: Callable[[nn.Module], Any]) -> None:
-        self.model, self.call = model, call
+        self.model, self.call, self.said = model, call, dict[Any, Any]()
         self.fresh = copy.deepcopy(model)
         with reading(model) as numbers:
             self.dependence: Dependence = dependence_of(model, call)

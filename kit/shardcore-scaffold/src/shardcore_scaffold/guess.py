@@ -95,10 +95,8 @@ def _most(facts: Facts, less: Draft, whole: frozenset[tuple[str, str]], **how: A
     """Return a draft with each of the regions ``whole`` that fits, one after another; ``less`` has none of them."""
     for region in sorted(whole, key=lambda key: (less.regions[key], key)):  # those of heads last
         more = _Drafting(facts, whole - {region}, **how).draft
-        problem = _misfit(facts, more)
-        if problem:
-            said = f"{region[0]}: what ends at {region[1]} is left whole. Split, it fails: {problem[:300]}"
-            less.doubts.append(said)
+        if problem := _misfit(facts, more):
+            less.doubts.append(f"{region[0]}: what ends at {region[1]} is left whole. Split, it fails: {problem[:300]}")
         else:
             more.doubts += [doubt for doubt in less.doubts if "Split, it fails" in doubt]
             less, whole = more, whole - {region}
@@ -129,25 +127,21 @@ def _misfit(facts: Facts, draft: Draft, **fields: Any) -> str:
     return misfit(facts.fresh, policy_of(type(facts.model), draft), facts.call, **fields)
 
 
-class _Drafting:
-    """The rules for what is known of a model.
+def _above(region: Region) -> str:
+    return common([region.row, *(column.name for column in region.columns)])
 
-    Args:
-        facts: what is known.
-        without: the regions that are left whole, by class and row linear.
-        tables: split embeddings and heads over the vocabulary.
-        captured: what is done with mixtures of experts.
-        entered: the modules of heads are entered, also where they have one column linear, which could enter by itself.
-    """
+
+class _Drafting:
+    """The rules for what is known of a model."""
 
     def __init__(
         self,
         facts: Facts,
-        without: Collection[tuple[str, str]] = frozenset(),
+        without: Collection[tuple[str, str]] = frozenset(),  # regions that are left whole, by class and row linear
         *,
-        tables: bool = True,
-        captured: int | Literal["whole"] | None = "whole",
-        entered: bool = False,
+        tables: bool = True,  # split embeddings and heads over the vocabulary
+        captured: int | Literal["whole"] | None = "whole",  # what is done with mixtures of experts
+        entered: bool = False,  # modules of heads are entered, also with one column linear, which could by itself
     ) -> None:
         self.facts, self.modules, self.without, self.captured = facts, facts.modules, without, captured
         self.entered = entered
@@ -165,53 +159,92 @@ class _Drafting:
 
     def _add_blocks(self) -> None:
         """Add the rules of every class of blocks in which something can be split."""
-        regions: dict[str, list[Region]] = defaultdict(list)
         mixtures = () if self.captured == "whole" else mixtures_of(self.facts)
-        for region in self.facts.regions:
-            above = common([region.row, *(column.name for column in region.columns)])
-            block = self.facts.owner(f"{above}.x") if above else None
-            if block is not None and not any(region.row.startswith(f"{mixture.path}.") for mixture in mixtures):
-                regions[block].append(region)
+        inside = tuple(f"{mixture.path}." for mixture in mixtures)
+        regions = [region for region in self.facts.regions if _above(region) and not region.row.startswith(inside)]
         mixed = {str(self.facts.owner(mixture.weights)): mixture for mixture in mixtures}
-        classes = dict.fromkeys(type(self.modules[block]) for block in (*regions, *mixed))
-        self.blocks = {path for path, module in self.modules.items() if type(module) in classes}
-        for cls in classes:
-            places = sorted(path for path in self.blocks if type(self.modules[path]) is cls)
-            covered = self._add_regions(cls.__name__, places, regions)
-            covered |= self._add_mixtures(cls.__name__, places, mixed)
-            self._add_rest(cls.__name__, places, covered)
+        blocks = {*mixed, *(self.facts.owner(f"{_above(region)}.x") for region in regions)}
+        kinds, self.apart = set[type[nn.Module]](), {type(self.modules[block]) for block in blocks if block}
+        while not self.apart <= kinds:
+            kinds |= self.apart
+            found: dict[str, list[Region]] = defaultdict(list)
+            for region in regions:
+                block = _above(region)
+                while block and type(self.modules[block]) not in kinds:
+                    block = block.rpartition(".")[0]
+                found[block].append(region)
+            found.pop("", None)
+            places = {type(self.modules[block]): list[str]() for block in (*found, *mixed)}
+            for path in sorted(path for path, module in self.modules.items() if type(module) in places):
+                places[type(self.modules[path])].append(path)
+            agreed = {cls: self._agreed(at, found) for cls, at in places.items()}
+            self.blocks = {path for at in places.values() for path in at}
+        for cls, at in places.items() if kinds else ():
+            covered = self._add_regions(cls.__name__, at, agreed[cls])
+            covered |= self._add_mixtures(cls.__name__, at, mixed)
+            self._add_rest(cls.__name__, at, covered)
 
-    def _add_regions(self, cls: str, places: list[str], regions: dict[str, list[Region]]) -> set[str]:
-        """Add the regions that are the same in every block of a class; return what they cover."""
-        found: dict[str, dict[str, Worded | str]] = defaultdict(dict)  # row linear -> block -> its words
-        for place in places:
-            for region in regions[place]:
-                found[region.row[len(place) + 1 :]][place] = worded(self.facts, place, region, entered=self.entered)
-        covered: set[str] = set()
-        for row, by_place in found.items():
+    def _agreed(self, places: list[str], regions: dict[str, list[Region]]) -> dict[str, list[Worded] | str]:
+        """Return the words for each row linear in which blocks agree, or why there are none: they are taken apart."""
+        found: dict[str, list[Worded] | str] = {}
+        for row in dict.fromkeys(region.row[len(place) + 1 :] for place in places for region in regions[place]):
             there = [place for place in places if f"{place}.{row}" in self.modules]
-            said = [words for words in by_place.values() if isinstance(words, Worded)]
-            if len({tuple(words.rules) for words in said}) != 1 or len(said) < len(there):
-                why = next(
-                    (words for words in by_place.values() if isinstance(words, str)), "it differs from block to block"
-                )
-                self.draft.doubts.append(f"{cls}: what ends at {row} is left whole: {why}")
+            ends = [(place, r) for place in there for r in regions[place] if r.row == f"{place}.{row}"]
+            for entered in (self.entered, None):  # None: each column linear enters by itself
+                words = [worded(self.facts, place, region, entered=entered) for place, region in ends]
+                said = [each for each in words if isinstance(each, Worded)]
+                if len(said) == len(there) and self._agree(said):
+                    found[row] = said
+                    break
+            if row not in found:
+                found[row] = next((each for each in words if isinstance(each, str)), "it differs from block to block")
+                classes = {type(self.modules[_above(region)]) for _, region in ends}
+                self.apart |= classes if len(classes) > 1 else set()
+        return found
+
+    def _agree(self, said: list[Worded]) -> bool:
+        """Tell whether blocks have the same rules, and leave them the same.
+
+        A number is set in all of them, a bias that only some have is named there, and an argument that only some get
+        was made by another, which has a part of it.
+        """
+        kept = []
+        for rule in dict.fromkeys(rule for words in said for rule in words.rules):
+            without = [words for words in said if rule not in words.rules]
+            names = {name for words in said for name in words.named(rule[1])}
+            if without and rule[0] == "slice_arg":
                 continue
-            words = said[0]
-            self.draft.regions[cls, row] = words.region.width > 1
+            known = any(self._has(words.place, name) for words in without for name in names)
+            if without and not rule[1].startswith("attribute(") and (known or not names):
+                return False
+            kept.append(rule)
+        for words in said:
+            words.rules = kept
+        return True
+
+    def _add_regions(self, cls: str, places: list[str], agreed: dict[str, list[Worded] | str]) -> set[str]:
+        """Add the regions that are the same in every block of a class; return what they cover."""
+        covered: set[str] = set()
+        for row, said in agreed.items():
+            if isinstance(said, str):
+                self.draft.doubts.append(f"{cls}: what ends at {row} is left whole: {said}")
+                continue
+            region = said[0].region
+            self.draft.regions[cls, row] = region.width > 1
             if (cls, row) in self.without:
                 continue
             self.draft.split.add((cls, row))
-            for word, text in words.rules:
-                names = [name for name in words.covered if f'"{name}"' in text]
-                always = len(there) == len(places) and all(self._has(place, n) for place in places for n in names)
+            for word, text in said[0].rules:
+                names = {name for words in said for name in words.named(text)}
+                always = len(said) == len(places) and all(self._has(place, n) for place in places for n in names)
                 self.draft.add(cls, word, text if always else optional(text))
-            covered |= words.covered
             for each in said:
-                self.split |= {split.name: split.dim for split in each.split}
+                covered |= each.covered
+                for split in each.split:  # by all names under which it is tied
+                    self.split |= dict.fromkeys(self.facts.ties[self.facts.model.get_parameter(split.name)], split.dim)
                 self.partial |= set(each.partial)
-            if words.region.width > 1 and not self.facts.query:
-                self.draft.heads.add(words.region.units)
+            if region.width > 1 and not self.facts.query:
+                self.draft.heads.add(region.units)
         return covered
 
     def _add_mixtures(self, cls: str, places: list[str], mixed: dict[str, Mixture]) -> set[str]:

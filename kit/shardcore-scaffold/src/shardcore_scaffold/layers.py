@@ -37,7 +37,7 @@ class Layers:
             fields = {}  # lists are of stages
         numbers = {k: v for k, v in fields.items() if re.fullmatch(_NUMBERS, k) and type(v) is int and v}
         self.of = next(iter(numbers.values()), 0)
-        lists = {name: list(value) for name, value in fields.items() if self._is_of_layers(value)}
+        lists = {k: list(v) for k, v in fields.items() if self._is_of_layers(v) and not k.endswith("_size")}
         places = {name: value for name, value in fields.items() if self.of and self._is_of_places(name, value)}
         kinds = [list(map(str, values)) for values in lists.values()]
         kinds += [[str(at in value) for at in range(self.of)] for value in places.values()]

@@ -20,12 +20,7 @@ from shardcore_scaffold.outside import leaf
 
 
 def add_sequences(draft: Draft, facts: Facts) -> str:
-    """Add the rule for each list of blocks, or none of them; return why there is none, or an empty text.
-
-    Args:
-        draft: whose regions are split.
-        facts: of the model that it was drafted from.
-    """
+    """Add the rule for each list of blocks of a draft, or none of them; return why there is none, or an empty text."""
     if not draft.lists:
         return "there is no list of blocks"
     owners = [path.rpartition(".")[0] for path in draft.lists]
@@ -54,25 +49,15 @@ def add_sequences(draft: Draft, facts: Facts) -> str:
 
 @dataclass
 class _Run:
-    """One call of the model, of which the states before and after a list of blocks are kept.
-
-    Attributes:
-        facts: of the model.
-        draft: whose regions are split.
-        path: the list.
-        owner: the module that runs it.
-        before: the input of the first block in each call, leaves.
-        after: what stands at the end in each call.
-        gather: the norm after the last block, from the owner; empty if there is none.
-    """
+    """One call of the model, of which the states before and after a list of blocks are kept."""
 
     facts: Facts
     draft: Draft
-    path: str
-    owner: str
-    before: list[Tensor] = field(default_factory=list)
+    path: str  # of the list
+    owner: str  # that runs it
+    before: list[Tensor] = field(default_factory=list)  # the input of the first block in each call, leaves
     after: list[Tensor] = field(default_factory=list)
-    gather: str = ""
+    gather: str = ""  # the norm after the last block, from the owner
 
     def problem(self) -> str:
         """Run it; return why tokens cannot be split, or an empty text."""

@@ -40,7 +40,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"q_lora_rank", 12),
     (r"kv_lora_rank", 10),
     (
-        r"(en|de)coder_ffn_dim|ffn_dim|ffn_hidden_size|(dense_)?intermediate_size(_mlp)?|d_ff|dim_ff|d_inner|mlp_dim|n_inner",
+        r"(en|de)coder_ffn_dim|ffn_dim|ffn_hidden_size|(dense_)?intermediate_size(_mlp)?|d_?ff|dim_ff|d_inner|mlp_dim|n_inner",
         "inner",
     ),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from shardcore_scaffold.draft import called, names_in
 from shardcore_scaffold.facts import KV, LISTS, QUERY, Facts, common, number, rms_eps
 from shardcore_scaffold.structure import Column, Region, Split
 
+_KEYS = re.compile("kv|key_value")  # of attributes that count their heads
 _ROLES = '("query", "key", "value")'
 
 
@@ -20,49 +22,48 @@ class Worded:
     """A region in words.
 
     Attributes:
-        region: the region.
-        rules: (word, rule) for the class of its block.
+        rules: (word, rule) for the class of its block, ``place``.
         covered: names, from the block, of what these rules are for.
         split: parameters outside of the block of which it reads the entries of its heads.
         partial: parameters outside of the block that all its heads read.
     """
 
     region: Region
+    place: str
     rules: list[tuple[str, str]] = field(default_factory=list)
     covered: set[str] = field(default_factory=set)
     split: list[Split] = field(default_factory=list)
     partial: list[str] = field(default_factory=list)
 
+    def named(self, rule: str) -> list[str]:
+        """Return what is covered that a rule names."""
+        return [name for name in self.covered if f'"{name}"' in rule]
+
 
 @dataclass
 class _Entry:
-    """Where a region is entered.
+    """Where a region is entered."""
 
-    Attributes:
-        module: the module whose call enters it; empty where each column linear enters by itself.
-        at: linears inside of it whose outputs enter in place of its argument.
-        after: what acts on the row linear's output inside of it.
-    """
-
-    module: str = ""
-    at: list[str] = field(default_factory=list)
-    after: list[str] = field(default_factory=list)
+    module: str = ""  # whose call enters it; empty where each column linear enters by itself
+    at: list[str] = field(default_factory=list)  # linears inside of it whose outputs enter in place of its argument
+    after: list[str] = field(default_factory=list)  # what acts on the row linear's output inside of it
 
 
-def worded(facts: Facts, place: str, region: Region, *, entered: bool = False) -> Worded | str:
+def worded(facts: Facts, place: str, region: Region, *, entered: bool | None = False) -> Worded | str:
     """Return a region as rules for the block at ``place``, or why there are no words for it.
 
-    Args:
-        facts: what is known of the model.
-        place: the block.
-        region: the region.
-        entered: a region of heads names the module that enters it, also where one column linear could.
+    A region of heads that is ``entered`` names the module that enters, also where one column linear could by itself;
+    with None each column linear enters by itself, if it can.
     """
-    return _Wording(facts, place, region, entered=entered).words()
+    key = (place, region.row, entered)
+    if key not in facts.said:
+        facts.said[key] = _Wording(facts, place, region, entered=entered).words()
+    found: Worded | str = facts.said[key]
+    return found
 
 
 class _Wording:
-    def __init__(self, facts: Facts, place: str, region: Region, *, entered: bool) -> None:
+    def __init__(self, facts: Facts, place: str, region: Region, *, entered: bool | None) -> None:
         self.facts, self.dependence, self.modules = facts, facts.dependence, facts.modules
         self.place, self.region, self.entered = place, region, entered
         self.by_heads = region.width > 1
@@ -70,7 +71,7 @@ class _Wording:
 
     def words(self) -> Worded | str:
         """Return the rules."""
-        region, found = self.region, Worded(self.region)
+        region, found = self.region, Worded(self.region, self.place)
         heads = self._counted() if self.by_heads and not self.facts.query else ""
         if self.by_heads and not self.facts.query and not heads:
             return f"no attribute counts its {region.units} heads"
@@ -138,9 +139,10 @@ class _Wording:
         above = common([*self.names, self.region.row])
         holders = [path for path in self.modules if path == above or path.startswith(f"{above}.")]
         for path in sorted(holders, key=len):
-            for name, value in vars(self.modules[path]).items():
-                if type(value) is int and value == self.region.units and "head" in name and "dim" not in name:
-                    return self._short(f"{path}.{name}")
+            numbers = {name: n for name, n in vars(self.modules[path]).items() if "head" in name and "dim" not in name}
+            own = [name for name, n in numbers.items() if type(n) is int and n == self.region.units]
+            if own:  # in other blocks several heads may share a key
+                return self._short(f"{path}.{min(own, key=lambda name: not _KEYS.search(name))}")
         config = getattr(self.modules[above], "config", None)
         names = (name for name in (*KV, *QUERY) if number(config, name) == self.region.units)
         return next((self._short(f"{above}.config.{name}") for name in names), "")
@@ -178,19 +180,19 @@ class _Wording:
         above = common([*self.names, *region.past])
         while above != self.place and isinstance(self.modules[above], LISTS):
             above = above.rpartition(".")[0]
-        alone = len(self.names) == 1 and not region.past and not (self.entered and self.by_heads)
-        if alone or above == self.place or above in self.dependence.residual:
-            return _Entry()
-        if not self._made_inside(above):
-            return _Entry()
-        entry = _Entry(above)
         inside = [name for name in self.dependence.linears if name.startswith(f"{above}.")]
-        if region.past:
+        if region.past and self._made_inside(above):
             fed = {s for name in self.names for s in self.dependence.reads[name] if s in inside}
             single = [name for name in self.names if not self.dependence.reads[name] & fed]
-            entry.at = [*sorted({*fed, *region.past}), *single]
-            return entry
-        first = self.dependence.arguments.get(above, {}).get(self.dependence.first[above], [])
+            return _Entry(above, [*sorted({*fed, *region.past}), *single])
+        alone = len(self.names) == 1 and not (self.entered and self.by_heads)
+        if self.entered is None or alone or above == self.place or above in self.dependence.residual:
+            return _Entry()
+        entry, arguments = _Entry(above), {**self.dependence.arguments.get(above, {})}
+        first = arguments.pop(self.dependence.first[above], [])
+        twice = any(_same(one, other) for given in arguments.values() for one in given for other in first)
+        if twice or not self._made_inside(above):  # it arrives under several names
+            return _Entry()
         inputs = [self.dependence.linears[name].inputs for name in self.names]
         enters = all(len(given) == len(first) and all(map(_same, given, first)) for given in inputs)
         if not enters or any(name != region.row and name not in self.names for name in inside):
@@ -251,9 +253,8 @@ class _Wording:
         """Return a rule for each number that the forward reads and of which a rank has a part."""
         region, groups = self.region, self.facts.groups if self.facts.query else 1
         above = common(self.names)
-        heads = {region.units * groups, region.units}
         widths = {region.units * region.width, *(region.units * column.each for column in region.columns)}
-        widths -= {region.width, *(column.each for column in region.columns)}
+        widths -= {region.units, region.width, *(column.each for column in region.columns)}
         rules: dict[tuple[str, str], None] = {}
         for path, numbers in self.facts.numbers.items():
             between = path != self.place and path.startswith(f"{self.place}.") and above.startswith(f"{path}.")
@@ -261,11 +262,18 @@ class _Wording:
                 where = self._short(f"{path}.{name}")
                 if groups > 1 and "group" in name and value == groups:
                     rules["local_groups", f'attribute("{where}", local_groups),'] = None
-                elif groups > 1 and value == region.units and ("kv" in name or "key_value" in name):
+                elif groups > 1 and value == region.units and _KEYS.search(name):
                     rules["local_kv_heads", f'attribute("{where}", local_kv_heads),'] = None
-                elif (value in heads and "head" in name and "dim" not in name) or value in widths:
+                elif self._counts(name, value) or value in widths:
                     rules["per_rank", f'attribute("{where}", per_rank),'] = None
         return list(rules)
+
+    def _counts(self, name: str, value: int) -> bool:
+        """Tell whether a number counts heads: those of the configuration, or any among which a unit is divided."""
+        units, width = self.region.units, self.region.width
+        if "head" not in name or "dim" in name or self.facts.query or value <= units:
+            return "head" in name and "dim" not in name and value in {units * self.facts.groups, units}
+        return "size" not in name and units * width % value == value % units == 0
 
 
 def _one(name: str) -> str:
