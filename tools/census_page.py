@@ -51,7 +51,7 @@ def totals(results: Mapping[str, Mapping[str, Any]], missing: int) -> str:
     attending = [result for result in exact if result["attention"] is not None]
     split = sum(result["attention"] > _MOST for result in attending)
     inferred = sum(result["way"].startswith("inferred") for result in exact)
-    mixing = [result for result in results.values() if result["blocks"] is not False]
+    mixing = [result for result in results.values() if result.get("blocks") is not False]
     of_blocks = sum(result["state"] == "exact" for result in mixing)
     return (
         f"Of {len(results) + missing} classes {len(results)} were measured: {counted(results.values())}; {missing} "

@@ -190,7 +190,7 @@ def measure(name: str) -> dict[str, Any]:
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page: the totals, and a row for each architecture."""
-    mixing = [result for result in results.values() if result["blocks"] is not False]
+    mixing = [result for result in results.values() if result.get("blocks") is not False]
     lines = []
     for name, result in sorted(results.items()):
         numbers = (f"{result['error']:.0e}", f"{result['split']:.2f}") if result["state"] == "exact" else ("", "")
