@@ -99,7 +99,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "instructblipvideo": {"video_token_index": 32000},
     "lfm2_moe": {"layer_types": [*["conv"] * 2, "full_attention", *["conv"] * 29]},
     "llama4_text": {"hidden_size": 1280, "num_attention_heads": 10, "num_key_value_heads": 2},
-    "llama4_vision_model": {"hidden_size": 1024, "intermediate_size": 4096},
+    "llama4_vision_model": {"hidden_size": 1024, "intermediate_size": 4096, "vision_output_dim": 4096},
+    "lw_detr": {"projector_scale_factors": [2.0, 0.5]},
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "moonshine_streaming": {"num_key_value_heads": 8},
     "qwen2_5_vl_text": _MROPE,
@@ -113,6 +114,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "sapiens2": {"head_config": {"upsample_out_channels": [768, 512], "conv_out_channels": [512, 512]}},
     "T5GemmaEncoderModel": {"is_encoder_decoder": False},
+    "shieldgemma2": {"yes_token_index": 10784, "no_token_index": 3771},
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -275,6 +277,7 @@ class _Child:
 def _tell(function: Callable[[], dict[str, Any]], pipe: Connection, leads: bool) -> None:
     if leads:
         os.setpgid(0, 0)
+    torch.set_default_dtype(torch.float64)  # masks and zeros may be of the default
     with no_float32_islands(), contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):
         try:
             pipe.send(function())

@@ -87,8 +87,11 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
         torch.arange(makes.tokens).expand(makes.rows, -1) < makes.config.latent_query_num
     ),
     "inputs": _inputs,
+    "marks": lambda makes: torch.tensor([[2, 4]] * makes.rows),
+    "num_options": lambda makes: torch.tensor([[2, 2]] * makes.rows),
     "past_values": _series,
     "qformer_input_ids": lambda makes: makes.ids(),
+    "question_type_ids": lambda makes: torch.tensor([[0, 1]] * makes.rows),
     "task_inputs": lambda makes: makes.numbers(makes.rows, makes.config.task_seq_len),
     "use_cache": lambda makes: False,
     "visual_feats": lambda makes: makes.numbers(makes.rows, _FEATURES, makes.config.visual_feat_dim),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from shardcore.errors import ConfigError
 from shardcore_planner.calls import labels_of
 from shardcore_scaffold.arguments import FIXED, MAKERS, completed, patches_of
+from shardcore_testing.islands import no_float32_islands
 
 #: Classes of a head.
 LABELS = 3
@@ -20,6 +22,18 @@ FIRST_WORD = 24
 _WORDS, _ROWS, _TOKENS, _CHOICES = 97, 2, 9, 2
 _FRAMES = 64  # of a spectrogram
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Make float64 the default dtype, and leave it nowhere: a model may make masks and zeros of the default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with no_float32_islands():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def calls(model: Any, seed: int = 0, *, media: bool = True) -> Iterator[dict[str, Any]]:
@@ -68,7 +82,7 @@ def like(inputs: Mapping[str, Any], model: Any, seed: int) -> dict[str, Any]:
 
 
 def _words(config: Any) -> int:
-    parts = [getattr(config, name, None) for name in ("text_config", "llm_config", "decoder")]
+    parts = [getattr(config, name, None) for name in ("text_config", "llm_config", "decoder", "model_config")]
     sizes = [getattr(part, "vocab_size", None) for part in (*parts, config)]
     return next((size for size in sizes if type(size) is int and size), _WORDS)
 
@@ -100,6 +114,8 @@ class _Calls:
         looks = vision is not None or main == "pixel_values" or hasattr(config, "image_size")
         if "pixel_values" in self.takes and looks:
             yield from self._images(vision or config)
+            if not hasattr(vision or config, "image_size"):
+                yield from self._images(vision or config, 96)
             for name in ("backbone_config", "encoder"):  # whose images are of another size, maybe
                 if hasattr(getattr(config, name, None), "image_size"):
                     yield from self._images(getattr(config, name))
@@ -182,8 +198,8 @@ class _Calls:
             rows = torch.cat([rows[:, :1], *before, tokens, rows[:, 1:]], 1)
         return rows
 
-    def _images(self, vision: Any) -> Iterator[dict[str, Any]]:
-        size, patch = getattr(vision, "image_size", None) or 32, getattr(vision, "patch_size", None) or 4
+    def _images(self, vision: Any, usual: int = 32) -> Iterator[dict[str, Any]]:
+        size, patch = getattr(vision, "image_size", None) or usual, getattr(vision, "patch_size", None) or 4
         height, width = (size, size) if isinstance(size, int) else size
         side = patch if isinstance(patch, int) else patch[0]
         channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
@@ -231,7 +247,7 @@ class _Calls:
         for name in ("feature_attention_mask", "input_features_mask"):
             if name in self.takes:
                 mask[name] = torch.ones(_ROWS, frames, dtype=torch.long)
-        for width in widths:
+        for width in (*widths, *(4 * width for width in widths)):  # of frames, and of some that are stacked
             yield {"input_features": self.numbers(_ROWS, width, frames), **mask}
             yield {"input_features": self.numbers(_ROWS, frames, width), **mask}
 

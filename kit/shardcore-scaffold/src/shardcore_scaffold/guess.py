@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
+from shardcore_scaffold.calls import in_float64
 from shardcore_scaffold.captured import add_captured
 from shardcore_scaffold.draft import Draft, optional, policy_of
 from shardcore_scaffold.facts import Facts, common
@@ -23,6 +24,7 @@ from shardcore_scaffold.trial import misfit
 from shardcore_scaffold.wording import Worded, worded
 
 
+@in_float64()
 def guess(
     model: nn.Module, call: Callable[[nn.Module], Any], *, sequences: bool = True, captured: bool = True
 ) -> Draft:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, ShardcoreError
-from shardcore_scaffold.calls import like
+from shardcore_scaffold.calls import in_float64, like
 from shardcore_scaffold.draft import Draft, policy_of, source
 from shardcore_scaffold.guess import guess
 from shardcore_scaffold.small import Small, config_of, small_model
@@ -139,6 +139,7 @@ def _alike(name: str) -> str:
     return re.sub(r"\d+", "N", name)
 
 
+@in_float64()
 def _proof(module: str, name: str, config: str, draft: Draft, inputs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Return what was compared, in words, and how what it can do without differs, by section of the kit.
 

@@ -49,7 +49,7 @@ class Layers:
             self.found["num_kv_shared_layers"] = len(kept)
             kept = [*kept, *kept]
         self.count = len(kept)
-        self.found |= {name: min(value, self.count) for name, value in numbers.items()}
+        self.found |= {name: min(value, max(count, self.count)) for name, value in numbers.items()}
         others = {k: v for k, v in fields.items() if re.fullmatch(_OTHERS, k) and type(v) is int and v}
         self.found |= {name: min(value, count) for name, value in others.items()}
         self.found |= {name: [values[at] for at in kept] for name, values in lists.items()}

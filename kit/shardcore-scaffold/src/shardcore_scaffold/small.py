@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardcore.errors import ConfigError
-from shardcore_scaffold.calls import FIRST_WORD, LABELS, calls, media_of
+from shardcore_scaffold.calls import FIRST_WORD, LABELS, calls, in_float64, media_of
 from shardcore_scaffold.follows import following, with_sections
 from shardcore_scaffold.layers import Layers
 from shardcore_scaffold.ways import Way, divided, outputs_of, ways
@@ -54,21 +54,25 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"index_n_heads|linear_num_(value_)?heads|mamba_num_heads|mamba_n_heads|n_mamba_heads", 4),
     (r"linear_num_key_heads", 2),
     (r"index_head_dim|linear_((key|value)_)?head_dim|mamba_(d_head|headdim|head_dim|d_state)|(ssm_)?state_size", 8),
-    (r"index_topk|attention_chunk_size|(mamba_)?chunk_size", 4),
+    (r"index_topk|attention_chunk_size|(mamba_)?chunk_size|context_size", 4),
     (r"hidden_size_per_layer_input", 12),
     (r"laurel_rank", 10),
     (_WIDTHS, "width"),
     (r"(encoder|text|out)_hidden_size|projection_(dim|size)|text_embed_dim|conv_dim|block_dim", "width"),
     (r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len(gth)?|seq_length", 64),
     (r"sliding_window|attention_window|local_attention|window_size", 4),
-    (r"(mm_tokens_per_image|image_seq_length|num_image_tokens)", 4),
+    (r"default_num_lookahead_tokens", 1),
+    (r"(mm_tokens_per_image|image_seq_length|num_image_tokens|latent_query_num)", 4),
     (r"image_size|img_size", 16),
     (r"patch_size", 4),
     (r"d_latents", "width"),
     (r"num_latents", 8),
-    (r"num_mel_bins", 16),
+    (r"num_windows", 4),
+    (r"num_mel_bins|model_in_dim", 16),
     (r"num_conv_pos_embeddings", 4),
     (r"num_conv_pos_embedding_groups", 2),
+    (r"base_channels", 32),
+    (r"upsample_initial_channel", 64),
 )
 # Sizes that may be lists, one for each stage.
 _STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
@@ -109,6 +113,7 @@ def config_of(model_class: Any, text: str) -> Any:
     return config_class.from_dict(found)
 
 
+@in_float64()
 def small_model(
     model_class: type[Any],
     config: Any = None,
@@ -239,6 +244,9 @@ def _built(model_class: Any, config: Any, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
         model: nn.Module = model_class(config).double().eval()
+    for module in model.modules():
+        if vars(module).get("dtype") is torch.float32:
+            module.dtype = torch.float64  # to which it converts itself when it is called
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -283,6 +291,8 @@ def _settings(config: Any, way: Way, count: int, tokens: dict[str, int]) -> tupl
             dropouts.append(name)
         elif isinstance(value, float) and re.search(r"jitter|noise|^mask_\w+_prob$", name):
             found[name] = 0.0  # what is compared draws nothing
+        elif re.fullmatch(r"(width|depth)_coefficient", name):
+            found[name] = 1.0
         elif token and (isinstance(value, int | list) or (way.unset and name == "pad_token_id")):
             stem = token[1]
             found[name] = _TOKENS_OF[stem] if stem in _TOKENS_OF else tokens.setdefault(stem, 3 + len(tokens))

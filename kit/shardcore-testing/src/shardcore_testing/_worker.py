@@ -105,7 +105,7 @@ class Worker:
 
     def _run(self, task: Task) -> Any:
         function = task.function.load()
-        args, kwargs, filters, without_islands = pickle.loads(task.call)
+        args, kwargs, filters, default = pickle.loads(task.call)
         if len(sys.modules) - self.frozen >= _MANY_MODULES:
             self._freeze()
             self.frozen_in_group = dist.is_initialized()
@@ -113,7 +113,8 @@ class Worker:
             if not task.grouped:
                 self._leave()
             try:
-                with _warning_filters(filters), no_float32_islands() if without_islands else nullcontext():
+                torch.set_default_dtype(default or torch.get_default_dtype())
+                with _warning_filters(filters), no_float32_islands() if default else nullcontext():
                     torch.manual_seed(0)
                     random.seed(0)
                     return function(*args, **kwargs)

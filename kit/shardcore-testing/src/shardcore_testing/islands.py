@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._device import _device_constructors
 
 #: Functions of a tensor that convert it first, by ``dtype=`` or by position.
 _CONVERTING = ("softmax", "log_softmax", "sum", "mean", "cumsum")
@@ -28,9 +29,9 @@ class _State:
     suspended = 0
 
 
-def without_islands() -> bool:
-    """Return whether the process is inside `no_float32_islands`."""
-    return _State.depth > 0
+def without_islands() -> torch.dtype | None:
+    """Return the default dtype of a process that is inside `no_float32_islands`, None outside."""
+    return torch.get_default_dtype() if _State.depth else None
 
 
 @contextmanager
@@ -39,8 +40,9 @@ def no_float32_islands() -> Iterator[None]:
 
     Inside, ``x.float()``, ``x.to(torch.float32)``, ``x.type(torch.float32)`` and ``softmax(x, dtype=torch.float32)``
     (and ``log_softmax``, ``sum``, ``mean``, ``cumsum``, ``zeros_like``) of a float64 ``x`` stay in float64; a product
-    of a float64 and a float32 matrix is computed in float64. Tensors of other dtypes are converted as ever; so is a
-    module as a whole (``model.float()``). A backward and what it recomputes belong inside too. Contexts may be nested,
+    of a float64 and a float32 matrix is computed in float64. Where float64 is the default dtype, what is made of
+    integers and by ``torch.zeros`` is in float64 too. All else is converted as ever; so is a module as a whole
+    (``model.float()``). A backward and what it recomputes belong inside too. Contexts may be nested,
     and also decorate functions; `WorkerPool.run` called inside one runs its function inside one on every rank. What
     TorchScript compiles is compiled with torch's own functions: an island in it stays one.
 
@@ -67,6 +69,7 @@ _INHERITED = object()
 
 def _replace() -> list[tuple[Any, str, Any]]:
     """Put the functions of torch that make islands out of the way, and return what each owner had of its own."""
+    _device_constructors()  # remembered: what ``with torch.device(...)`` knows are torch's own functions
     made: list[tuple[Any, str, Callable[..., Any]]] = [
         (Tensor, "float", _float(Tensor.float)),
         (Tensor, "to", _converting(Tensor.to)),
@@ -74,7 +77,7 @@ def _replace() -> list[tuple[Any, str, Any]]:
         (Tensor, "__matmul__", _promoting(Tensor.__matmul__)),
         (nn.Module, "_apply", _suspending(nn.Module._apply)),
         *((F, name, _converting(getattr(F, name))) for name in ("softmax", "log_softmax")),
-        (torch, "zeros_like", _converting(torch.zeros_like)),
+        *((torch, name, _converting(getattr(torch, name))) for name in ("zeros", "zeros_like", "as_tensor")),
     ]
     for name in _CONVERTING:
         # Over the method: torch.compile traces one that it does not find in the place of a function of torch.
@@ -112,26 +115,28 @@ def _natively(native: Callable[..., Any], undo: list[tuple[Any, str, Any]]) -> C
 
 
 def _stays(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype is torch.float64 and not _State.suspended
+    if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
+        return x.dtype is torch.float64 and not _State.suspended
+    return torch.get_default_dtype() is torch.float64 and not _State.suspended
 
 
 def _float(native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return x if _stays(x) else native(x, *args, **kwargs)
+        return x.double() if _stays(x) else native(x, *args, **kwargs)
 
     return call
 
 
 def _converting(native: Callable[..., Any]) -> Callable[..., Any]:
-    """Give ``native`` float64 for float32 in its arguments, where its first is in float64."""
+    """Give ``native`` float64 for float32 in its arguments, where its first stays in it."""
 
     @functools.wraps(native)
-    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if _stays(x):
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _stays(args[0] if args else None):
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             kwargs = {name: torch.float64 if a is torch.float32 else a for name, a in kwargs.items()}
-        return native(x, *args, **kwargs)
+        return native(*args, **kwargs)
 
     return call
 

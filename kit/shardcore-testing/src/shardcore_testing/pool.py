@@ -80,7 +80,7 @@ class WorkerPool:
 
         The default process group has exactly ``world`` ranks; groups that the function makes are destroyed after it.
         Each call starts from the same seed, with gradients on and the warning filters of the caller; inside of
-        `no_float32_islands` if the caller is.
+        `no_float32_islands` if the caller is, with its default dtype.
 
         Args:
             function: a function at the top level of a module; it is sent by name, its arguments and result by pickle.
@@ -237,10 +237,10 @@ def place(stacks: str) -> str:
     return " < ".join(dict.fromkeys([*frames[:1], *frames[max(called - 1, 0) : called]])) or "no Python code"
 
 
-def _without_islands() -> bool:
-    """Return whether the caller is inside `no_float32_islands`, without importing torch to find out."""
+def _without_islands() -> Any:
+    """Return the default dtype inside `no_float32_islands`, else None, without importing torch to find out."""
     islands = sys.modules.get("shardcore_testing.islands")
-    return islands is not None and islands.without_islands()
+    return islands and islands.without_islands()
 
 
 def _free_port() -> int:
