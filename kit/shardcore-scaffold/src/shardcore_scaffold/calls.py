@@ -114,8 +114,8 @@ class _Calls:
         looks = vision is not None or main == "pixel_values" or hasattr(config, "image_size")
         if "pixel_values" in self.takes and looks:
             yield from self._images(vision or config)
-            if not hasattr(vision or config, "image_size"):
-                yield from self._images(vision or config, 96)
+            for side in () if hasattr(vision or config, "image_size") else (64, 96):
+                yield from self._images(vision or config, side)
             for name in ("backbone_config", "encoder"):  # whose images are of another size, maybe
                 if hasattr(getattr(config, name, None), "image_size"):
                     yield from self._images(getattr(config, name))

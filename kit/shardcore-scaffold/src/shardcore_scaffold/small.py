@@ -58,7 +58,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"hidden_size_per_layer_input", 12),
     (r"laurel_rank", 10),
     (_WIDTHS, "width"),
-    (r"(encoder|text|out)_hidden_size|projection_(dim|size)|text_embed_dim|conv_dim|block_dim", "width"),
+    (r"(encoder|text|out|fpn)_hidden_size|projection_(dim|size)|text_embed_dim|conv_dim|block_dim", "width"),
     (r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len(gth)?|seq_length", 64),
     (r"sliding_window|attention_window|local_attention|window_size", 4),
     (r"default_num_lookahead_tokens", 1),
@@ -354,6 +354,8 @@ def _of_head(model_class: type[Any], settings: Mapping[str, Any], config: Any, g
     name, found = model_class.__name__, dict[str, Any]()
     if name.endswith(("QuestionAnswering", "QuestionAnsweringSimple")) and "num_labels" in settings:
         found["num_labels"] = 2  # start and end
+    if name.endswith("ImageMatting"):
+        found["num_labels"] = 4  # colours, and how much of each pixel there is
     if name.endswith("SequenceClassification") and getattr(config, "pad_token_id", 0) is None:
         found["pad_token_id"] = _TOKENS_OF["pad"]  # the last token of a row is looked for
     encodes = getattr(config, "is_decoder", None) is False and not getattr(config, "is_encoder_decoder", False)
