@@ -51,7 +51,7 @@ from shardcore.plugins.registry import default_registry
 from shardcore_scaffold.infer import answer
 from shardcore_scaffold.inferred import policy_from
 from shardcore_scaffold.small import small_model
-from shardcore_testing.islands import no_float32_islands
+from shardcore_testing.islands import in_float64
 from shardcore_testing.subject import Subject, cases_of
 
 __all__ = ["main", "mixes_tokens", "on_ranks", "read", "run"]
@@ -74,6 +74,7 @@ _MIXTURE = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok":
 #: Switches that the checkpoints of a model type have, and the default of its configuration lacks: it cannot be called.
 #: They are of a model type, of the configuration of a part, or of a class.
 _SETTINGS: dict[str, dict[str, Any]] = {
+    "align": {"projection_dim": 320},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "chameleon": {"vocabulary_map": {"<image>": 4}},
     "cohere_compass_text": {
@@ -283,8 +284,7 @@ class _Child:
 def _tell(function: Callable[[], dict[str, Any]], pipe: Connection, leads: bool) -> None:
     if leads:
         os.setpgid(0, 0)
-    torch.set_default_dtype(torch.float64)  # masks and zeros may be of the default
-    with no_float32_islands(), contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):
+    with in_float64(), contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):
         try:
             pipe.send(function())
         except Exception as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from shardcore.errors import ConfigError
 from shardcore_planner.calls import labels_of
 from shardcore_scaffold.arguments import FIXED, MAKERS, completed, patches_of
-from shardcore_testing.islands import no_float32_islands
 
 #: Classes of a head.
 LABELS = 3
@@ -22,18 +20,6 @@ FIRST_WORD = 24
 _WORDS, _ROWS, _TOKENS, _CHOICES = 97, 2, 9, 2
 _FRAMES = 64  # of a spectrogram
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
-
-
-@contextmanager
-def in_float64() -> Iterator[None]:
-    """Make float64 the default dtype, and leave it nowhere: a model may make masks and zeros of the default."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with no_float32_islands():
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def calls(model: Any, seed: int = 0, *, media: bool = True) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -38,16 +40,13 @@ def following(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     parts = ("qk_nope_head_dim", "qk_rope_head_dim")
     if whole.keys() >= {"qk_head_dim", *parts} and whole["qk_head_dim"] == sum(whole[part] for part in parts):
         more["qk_head_dim"] = sum(found[part] for part in parts)
-    side, smaller = (
-        _number(config, "image_size") for config in (given.get("vision_config"), found.get("vision_config"))
-    )
-    if side and smaller and given.get("image_grid_pinpoints"):  # pictures of several images
-        more["image_grid_pinpoints"] = [[n * smaller // side for n in pair] for pair in given["image_grid_pinpoints"]]
-    side, smaller = (_patches(config.get("backbone_config")) for config in (given, found))
-    if side and smaller and given.get("backbone_feature_sizes"):
-        more["backbone_feature_sizes"] = [
-            [n * smaller // side for n in pair] for pair in given["backbone_feature_sizes"]
-        ]
+    for name, part, size in (
+        ("image_grid_pinpoints", "vision_config", ("image_size",)),  # pictures of several images
+        ("backbone_feature_sizes", "backbone_config", ("image_size", "patch_size")),
+    ):
+        own, small = (_number(config.get(part), *size) for config in (given, found))
+        if own and small and given.get(name):
+            more[name] = [[n * small // own for n in pair] for pair in given[name]]
     if parts := [name for name, part in given.items() if _number(part, "image_size") == whole.get("patch_size", 0)]:
         more["patch_size"] = found[parts[0]]["image_size"]  # each patch is an image of a part
     if "mamba_d_ssm" in whole:
@@ -63,15 +62,11 @@ def following(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return more
 
 
-def _number(config: Any, name: str) -> int | None:
-    size = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return size if type(size) is int else None
-
-
-def _patches(config: Any) -> int | None:
-    """Return how many patches lie beside one another in an image."""
-    size, patch = (_number(config, name) for name in ("image_size", "patch_size"))
-    return size // patch if size and patch else None
+def _number(config: Any, *names: str) -> int | None:
+    """Return a whole number of a configuration, divided by the next; None where one is missing."""
+    found = [config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names]
+    whole = all(type(each) is int and each for each in found)
+    return functools.reduce(operator.floordiv, found) if whole else None
 
 
 def with_sections(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any] | None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from shardcore.errors import ConfigError
-from shardcore_scaffold.calls import in_float64
 from shardcore_scaffold.captured import add_captured
 from shardcore_scaffold.draft import Draft, optional, policy_of
 from shardcore_scaffold.facts import Facts, common
@@ -22,6 +21,7 @@ from shardcore_scaffold.stages import lists_of, stages_of
 from shardcore_scaffold.structure import Region
 from shardcore_scaffold.trial import misfit
 from shardcore_scaffold.wording import Worded, worded
+from shardcore_testing.islands import in_float64
 
 
 @in_float64()

@@ -26,13 +26,14 @@ from torch.utils._pytree import tree_flatten
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, ShardcoreError
-from shardcore_scaffold.calls import in_float64, like
+from shardcore_scaffold.calls import like
 from shardcore_scaffold.draft import Draft, policy_of, source
 from shardcore_scaffold.guess import guess
 from shardcore_scaffold.small import Small, config_of, small_model
 from shardcore_testing.cases import Case, Supports
 from shardcore_testing.checks import examine
 from shardcore_testing.findings import Finding
+from shardcore_testing.islands import in_float64
 from shardcore_testing.pool import WorkerPool
 from shardcore_testing.subject import Subject
 from shardcore_testing.tiny_models import weighted_mean

@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardcore.errors import ConfigError
-from shardcore_scaffold.calls import FIRST_WORD, LABELS, calls, in_float64, media_of
+from shardcore_scaffold.calls import FIRST_WORD, LABELS, calls, media_of
 from shardcore_scaffold.follows import following, with_sections
 from shardcore_scaffold.layers import Layers
 from shardcore_scaffold.ways import Way, divided, outputs_of, ways
+from shardcore_testing.islands import in_float64
 
 #: Parameters of the largest model that is still small.
 _LARGEST = 30_000_000
@@ -50,7 +51,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"(num|n|moe_num)_(local_|routed_|moe_)?experts", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|zero_expert_num", 2),
     (r"n_group|num_expert_group|(mamba_)?n_groups", 2),
-    (r"topk_group", 1),
+    (r"topk_group|default_num_lookahead_tokens", 1),
     (r"index_n_heads|linear_num_(value_)?heads|mamba_num_heads|mamba_n_heads|n_mamba_heads", 4),
     (r"linear_num_key_heads", 2),
     (r"index_head_dim|linear_((key|value)_)?head_dim|mamba_(d_head|headdim|head_dim|d_state)|(ssm_)?state_size", 8),
@@ -59,20 +60,20 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"laurel_rank", 10),
     (_WIDTHS, "width"),
     (r"(encoder|text|out|fpn)_hidden_size|projection_(dim|size)|text_embed_dim|conv_dim|block_dim", "width"),
-    (r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len(gth)?|seq_length", 64),
+    (
+        r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len(gth)?|seq_length",
+        64,
+    ),
     (r"sliding_window|attention_window|local_attention|window_size", 4),
-    (r"default_num_lookahead_tokens", 1),
-    (r"(mm_tokens_per_image|image_seq_length|num_image_tokens|latent_query_num)", 4),
+    (r"(mm_tokens_per_image|image_seq_length|num_image_tokens|latent_query_num|num_windows)", 4),
     (r"image_size|img_size", 16),
     (r"patch_size", 4),
     (r"d_latents", "width"),
     (r"num_latents", 8),
-    (r"num_windows", 4),
     (r"num_mel_bins|model_in_dim", 16),
     (r"num_conv_pos_embeddings", 4),
     (r"num_conv_pos_embedding_groups", 2),
-    (r"base_channels", 32),
-    (r"upsample_initial_channel", 64),
+    (r"base_channels|upsample_initial_channel", 32),
 )
 # Sizes that may be lists, one for each stage.
 _STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (

@@ -63,6 +63,18 @@ def no_float32_islands() -> Iterator[None]:
             torch._dynamo.trace_rules.clear_lru_cache()  # as torch.distributed does when it replaces functions
 
 
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Make float64 the default dtype, and leave it nowhere: a model may make masks and zeros of the default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with no_float32_islands():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 #: Most methods of a tensor are its base's, in C; torch.compile knows them while `Tensor` has none of its own.
 _INHERITED = object()
 
