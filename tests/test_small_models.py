@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardcore_testing import Case, Supports
 from shardcore_testing.checks import examine
+from shardcore_testing.islands import in_float64
 from shardcore_testing.subject import Subject
 
 transformers = pytest.importorskip("transformers")
@@ -108,6 +109,23 @@ def test_sizes_that_must_fit_each_other_are_divided_all_alike(name: str) -> None
     small = small_model(getattr(transformers, name))
     assert sum(parameter.numel() for parameter in small.model.parameters()) < 2e6
     assert "pixel_values" in small.inputs
+
+
+@pytest.mark.parametrize(
+    "name", ["SwitchTransformersForConditionalGeneration", "XGLMForCausalLM", "SplinterForPreTraining"]
+)
+def test_what_a_model_keeps_in_float32_is_in_float64(name: str) -> None:
+    found = small_model(getattr(transformers, name))
+    with in_float64():
+        leaves = tree_leaves(found.model(**found.inputs))
+    numbers = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    assert all(leaf.dtype is torch.float64 and leaf.isfinite().all() for leaf in numbers)
+
+
+def test_feature_maps_are_as_large_as_the_images_of_the_small_copy() -> None:
+    config = small_model(transformers.Sam3TrackerModel).model.config.vision_config
+    patches = config.backbone_config.image_size // config.backbone_config.patch_size
+    assert config.backbone_feature_sizes == [[n * patches] * 2 for n in (4, 2, 1)]
 
 
 @pytest.mark.nightly

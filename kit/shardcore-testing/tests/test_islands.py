@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardcore_testing import WorkerPool, no_float32_islands
 from shardcore_testing.checks import examine
-from shardcore_testing.islands import without_islands
+from shardcore_testing.islands import in_float64, without_islands
 from shardcore_testing.subject import Subject
 
 ISLANDS = [
@@ -106,6 +106,16 @@ def test_an_exception_ends_it():
         raise ZeroDivisionError
     assert not without_islands()
     assert torch.rand(2, dtype=torch.float64).float().dtype == torch.float32
+
+
+def test_what_is_made_of_integers_and_of_nothing_is_in_float64_by_default():
+    with in_float64():
+        ones, zeros = torch.ones(2, dtype=torch.long), torch.zeros(2, dtype=torch.float32)
+        made = [ones.float(), zeros, torch.as_tensor(ones, dtype=torch.float32), torch.full((), 1.0)]
+        with torch.device("meta"):
+            assert torch.zeros(2).is_meta
+    assert {each.dtype for each in made} == {torch.float64}
+    assert torch.zeros(2).dtype == torch.float32
 
 
 def recomputed():
