@@ -40,15 +40,15 @@ def following(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     parts = ("qk_nope_head_dim", "qk_rope_head_dim")
     if whole.keys() >= {"qk_head_dim", *parts} and whole["qk_head_dim"] == sum(whole[part] for part in parts):
         more["qk_head_dim"] = sum(found[part] for part in parts)
-    for name, part, size in (
+    for name, part, numbers in (
         ("image_grid_pinpoints", "vision_config", ("image_size",)),  # pictures of several images
         ("backbone_feature_sizes", "backbone_config", ("image_size", "patch_size")),
     ):
-        own, small = (_number(config.get(part), *size) for config in (given, found))
+        own, small = (_number(config.get(part), *numbers) for config in (given, found))
         if own and small and given.get(name):
             more[name] = [[n * small // own for n in pair] for pair in given[name]]
-    if parts := [name for name, part in given.items() if _number(part, "image_size") == whole.get("patch_size", 0)]:
-        more["patch_size"] = found[parts[0]]["image_size"]  # each patch is an image of a part
+    if images := [name for name, part in given.items() if _number(part, "image_size") == whole.get("patch_size", 0)]:
+        more["patch_size"] = found[images[0]]["image_size"]  # each patch is an image of a part
     if "mamba_d_ssm" in whole:
         more["mamba_d_ssm"] = found["mamba_n_heads"] * found["mamba_d_head"]
     if "head_dim" in whole and whole["head_dim"] == whole.get("qk_rope_head_dim"):

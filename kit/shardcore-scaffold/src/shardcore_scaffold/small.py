@@ -247,7 +247,7 @@ def _built(model_class: Any, config: Any, seed: int) -> nn.Module:
         model: nn.Module = model_class(config).double().eval()
     for module in model.modules():
         if vars(module).get("dtype") is torch.float32:
-            module.dtype = torch.float64  # to which it converts itself when it is called
+            vars(module)["dtype"] = torch.float64  # to which it converts itself when it is called
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
