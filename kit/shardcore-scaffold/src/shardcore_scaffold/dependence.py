@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from shardcore.nn.linear.alike import Product, product_of
 
-_AT_ONCE = 16  # features that autograd is asked about
+_AT_ONCE = 1 << 20  # entries of the largest tensor, for all features that autograd is asked about
 
 
 @dataclass(eq=False)
@@ -80,69 +80,95 @@ class Dependence:
     first: dict[str, str]
     residual: set[str]
     _parameters: dict[str, nn.Parameter]
+    _patterns: dict[tuple[str | int, ...], list[Tensor]] = field(
+        default_factory=dict
+    )  # of what is kept: ids are its own
 
     def readers(self, name: str) -> set[str]:
         """Return the linears whose input is made of a linear or parameter, and ``""`` if the outputs are."""
         found = {linear for linear, sources in self.reads.items() if name in sources}
         return found | ({""} if name in self.returned else set())
 
-    def sources(self, row: str) -> list[Source]:
-        """Return what each feature of the input of the linear ``row`` is made of."""
-        linear = self.linears[row]
-        names = [*(n for n in self.linears if n in self.reads[row]), *sorted(self.reads[row] - self.linears.keys())]
-        size = linear.product.in_features
-        found: dict[tuple[str, int | None], Tensor] = {}
-        for name in names:
-            if name in self.linears:
-                found[name, None] = torch.zeros(size, self.linears[name].product.out_features, dtype=torch.bool)
-            else:
-                shape = self._parameters[name].shape
-                found |= {(name, dim): torch.zeros(size, n, dtype=torch.bool) for dim, n in enumerate(shape)}
-        leaves = [(name, leaf) for name in names for leaf in self._leaves(name)]
-        for given in linear.inputs:
-            if not given.requires_grad:
-                continue
-            for (name, _), touched in zip(leaves, _touched(given, size, [leaf for _, leaf in leaves]), strict=True):
-                if touched is not None and name in self.linears:
-                    found[name, None] |= touched.reshape(size, -1, touched.shape[-1]).any(1)
-                elif touched is not None:
-                    for dim in range(touched.ndim - 1):
-                        found[name, dim] |= _over(touched, dim)
-        return [Source(name, dim, pattern) for (name, dim), pattern in found.items()]
+    def sources(self, row: str, names: Collection[str]) -> list[Source]:
+        """Return of which linears and parameters ``names`` the input features of the linear ``row`` are made.
 
-    def patterns(self, row: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return, for each dim of some tensors of equal shape, which features that ``row`` reads depend on its entries.
-
-        As `Source.pattern`.
+        Features that follow each other are one where the first of them is made of all that they are made of: none of
+        them can be split from the others. Empty if the first feature is made of all features of all these linears.
         """
-        size = self.linears[row].product.in_features
-        found = [torch.zeros(size, n, dtype=torch.bool) for n in tensors[0].shape]
-        for given in self.linears[row].inputs:
-            for touched in (each for each in _touched(given, size, tensors) if each is not None):
-                for dim in range(touched.ndim - 1):
-                    found[dim] |= _over(touched, dim)
+        every = torch.eye(self.linears[row].product.in_features)
+        outputs = [name for name in names if name in self.linears]
+        first = self._asked(row, outputs, every[:1])
+        if all(pattern.all() for pattern in first.values()):
+            return []
+        many = max((pattern.numel() // int(pattern.sum()) for pattern in first.values() if pattern.any()), default=1)
+        each, rest = divmod(len(every), many)
+        if each > 1 and not rest:
+            runs = every.reshape(many, each, -1)
+            found, firsts = self._asked(row, names, runs.sum(1)), self._asked(row, outputs, runs[:, 0])
+            if all(torch.equal(found[key], pattern) for key, pattern in firsts.items()):
+                return [Source(*key, pattern.repeat_interleave(each, 0)) for key, pattern in found.items()]
+        return [Source(*key, pattern) for key, pattern in self._asked(row, names, every).items()]
+
+    def _asked(self, row: str, names: Collection[str], groups: Tensor) -> dict[tuple[str, int | None], Tensor]:
+        """Return the patterns of linears and parameters ``names``, with a row for each of the groups of features."""
+        leaves = [(name, leaf) for name in names for leaf in self._leaves(name)]
+        found: dict[tuple[str, int | None], Tensor] = {}
+        for name, leaf in leaves:
+            dims = [(None, leaf.shape[-1])] if name in self.linears else list(enumerate(leaf.shape))
+            found |= {(name, dim): torch.zeros(len(groups), n, dtype=torch.bool) for dim, n in dims}
+        for given in (given for given in self.linears[row].inputs if given.requires_grad):
+            for some, touched in _touched(given, groups, [leaf for _, leaf in leaves]):
+                for name, own in (
+                    (name, own) for (name, _), own in zip(leaves, touched, strict=True) if own is not None
+                ):
+                    for dim in [None] if name in self.linears else range(own.ndim - 1):
+                        found[name, dim][some] |= _over(own, own.ndim - 2 if dim is None else dim)
         return found
+
+    def patterns(self, row: str, labels: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return, for each dim of some tensors of equal shape, which units that ``row`` reads depend on its entries.
+
+        As `Source.pattern`, the same for all features of a unit; ``labels`` are the units of the features.
+        """
+        key = (row, *map(id, tensors))
+        if key not in self._patterns:
+            groups = functional.one_hot(labels).T.float()
+            found = [torch.zeros(len(groups), n, dtype=torch.bool) for n in tensors[0].shape]
+            for given in (given for given in self.linears[row].inputs if given.requires_grad):
+                for some, touched in _touched(given, groups, tensors):
+                    for own in (each for each in touched if each is not None):
+                        for dim in range(own.ndim - 1):
+                            found[dim][some] |= _over(own, dim)
+            self._patterns[key] = [pattern[labels] for pattern in found]
+        return self._patterns[key]
 
     def _leaves(self, name: str) -> Sequence[Tensor]:
         return self.linears[name].outputs if name in self.linears else [self._parameters[name]]
 
 
-def _touched(given: Tensor, size: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return which entries of ``leaves`` each of the ``size`` features of a tensor depends on: (size, ...), or None."""
-    flat = given.reshape(-1, size)
+def _touched(
+    given: Tensor, groups: Tensor, leaves: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Sequence[Tensor | None]]]:
+    """Yield which entries of ``leaves`` some groups of the features of a tensor depend on: (some, ...), or None.
+
+    ``groups`` are rows with a one for each feature that is in a group.
+    """
+    flat = given.reshape(-1, groups.shape[1])
     features = (torch.rand(flat.shape[0], dtype=flat.dtype) + 0.5) @ flat
     ask = functools.partial(torch.autograd.grad, features, leaves, retain_graph=True, allow_unused=True)
-    asked: list[Sequence[Tensor | None]] = []
-    for some in torch.eye(size, dtype=flat.dtype).split(_AT_ONCE):
-        try:
-            asked.append(ask(grad_outputs=some, is_grads_batched=True))
-        except RuntimeError:  # a function that cannot do several at once
-            rows = [ask(grad_outputs=row) for row in some]
-            asked.append([None if grads[0] is None else torch.stack(grads) for grads in zip(*rows, strict=True)])
-    parts = zip(*asked, strict=True)
-    return [
-        torch.cat([grad != 0 for grad in some if grad is not None]) if some[0] is not None else None for some in parts
-    ]
+    weights = torch.rand(flat.shape[1], dtype=flat.dtype) + 0.5  # what features have in common does not cancel
+    batched = True
+    for some in torch.arange(len(groups)).split(max(_AT_ONCE // max([given.numel(), *map(torch.numel, leaves)]), 1)):
+        rows = groups[some] * weights
+        if batched:
+            try:
+                grads = ask(grad_outputs=rows, is_grads_batched=True)
+            except RuntimeError:  # a function that cannot do several at once
+                batched = False
+        if not batched:
+            each = [ask(grad_outputs=row) for row in rows]
+            grads = [None if own[0] is None else torch.stack(own) for own in zip(*each, strict=True)]
+        yield some, [None if grad is None else grad != 0 for grad in grads]
 
 
 def _over(touched: Tensor, dim: int) -> Tensor:

@@ -8,7 +8,10 @@ from typing import Any
 
 _NUMBERS = r"(num|n)_(hidden_|decoder_|encoder_)?layers?|(en|de)coder_layers|num_blocks|n_block|depth"
 #: Numbers of what lies one after the other beside them, or inside of each, which no list describes.
-_OTHERS = r"\w+_(en|de)coder_layers|\w+_num_(wavenet_)?layers|\w+_num_flows|num_self_attends_per_block"
+_OTHERS = (
+    r"\w+_(en|de)coder_layers|\w+_num_(wavenet_)?layers|\w+_num_flows|num_self_attends_per_block|"
+    r"decoder_num_hidden_layers|resampler_depth|[lxr]_layers"
+)
 #: Larger whole numbers are sizes.
 _LARGEST_KIND = 64
 #: Values of a list that are more than these are sizes of their own, and no kinds.

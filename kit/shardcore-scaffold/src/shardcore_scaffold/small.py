@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from transformers.initialization import no_init_weights
 
 from shardcore.errors import ConfigError
 from shardcore_scaffold.calls import FIRST_WORD, LABELS, calls, media_of
@@ -29,25 +30,34 @@ _WIDTHS = r"hidden_size|d_model|n_embd|embed_dim|embedding_size|dim|emb_dim|d_em
 _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"type_vocab_size|.*vocab_size_per_type", 2),
     (r"(\w+_)?vocab_size(_per_layer_input)?|n_vocab|num_embeddings", "words"),
-    (r"num_(key_value|kv)_heads|n_head_kv|multi_query_group_num|num_global_key_value_heads", "kv heads"),
+    (r"(swa_)?num_(key_value|kv)_heads|n_head_kv|multi_query_group_num|num_global_key_value_heads", "kv heads"),
     (
         r"(num|n)_(attention_|query_|(self|cross)_attention_)?heads?|(en|de)coder_attention_heads|swa_num_attention_heads",
         "heads",
     ),
-    (r"head_dim|d_kv|kv_channels|attention_head_size|d_head|qk_nope_head_dim|head_size|global_head_dim", "head"),
+    (r"decoder_num_attention_heads|resampler_n_heads", "heads"),
+    (
+        r"head_dim|d_kv|kv_channels|attention_head_size|d_head|qk_nope_head_dim|head_size|(global|swa|resampler)_head_dim",
+        "head",
+    ),
     (r"hidden_dim|block_ff_dim", "inner"),
     (r"v_head_dim", 6),
     (r"qk_rope_head_dim|rotary_dim", 4),
     (r"q_lora_rank", 12),
     (r"kv_lora_rank", 10),
     (
-        r"(en|de)coder_ffn_dim|ffn_dim|ffn_hidden_size|(dense_)?intermediate_size(_mlp)?|d_?ff|dim_ff|d_inner|mlp_dim|n_inner",
+        r"\w*(en|de)coder_ffn_dim|(en|de)coder_intermediate_size|dim_feedforward|ffn_dim|ffn_hidden_size|(dense_)?intermediate_size(_mlp)?|d_?ff|dim_ff|d_inner|mlp_dim|n_inner",
         "inner",
     ),
     (
         r"(moe|shared_expert|expert|moe_shared_expert)_intermediate_size|(moe|expert)_ffn_hidden_size|moe_latent_size",
         20,
     ),
+    (
+        r"moe_hidden_size|(projector_hidden|projection_intermediate)_size|post_conv_(mid|out)_channels|visual_feat_dim",
+        20,
+    ),
+    (r"num_(qa|object|attr)_labels", 20),
     (r"(num|n|moe_num)_(local_|routed_|moe_)?experts", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|zero_expert_num", 2),
     (r"n_group|num_expert_group|(mamba_)?n_groups", 2),
@@ -55,22 +65,26 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"index_n_heads|linear_num_(value_)?heads|mamba_num_heads|mamba_n_heads|n_mamba_heads", 4),
     (r"linear_num_key_heads", 2),
     (r"index_head_dim|linear_((key|value)_)?head_dim|mamba_(d_head|headdim|head_dim|d_state)|(ssm_)?state_size", 8),
-    (r"index_topk|attention_chunk_size|(mamba_)?chunk_size|context_size", 4),
+    (r"index_topk|attention_chunk_size|(mamba_)?chunk_size|context_size|block_size", 4),
+    (r"index_kpool", 2),
     (r"hidden_size_per_layer_input", 12),
     (r"laurel_rank", 10),
     (_WIDTHS, "width"),
-    (r"(encoder|text|out|fpn)_hidden_size|projection_(dim|size)|text_embed_dim|conv_dim|block_dim", "width"),
     (
-        r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len(gth)?|seq_length",
-        64,
+        r"(encoder|decoder|text|out|audio|fpn)_hidden_size|projection_(dim|size)|text_embed_dim|conv_dim|block_dim",
+        "width",
     ),
+    (r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len(gth)?|seq_length", 64),
+    (r"context_length|max_image_size|position_embedding_size", 64),
     (r"sliding_window|attention_window|local_attention|window_size", 4),
     (r"(mm_tokens_per_image|image_seq_length|num_image_tokens|latent_query_num|num_windows)", 4),
+    (r"horizon_length|output_quantile_len", 32),
+    (r"sliding_window_size|rel_extent", 16),
     (r"image_size|img_size", 16),
     (r"patch_size", 4),
     (r"d_latents", "width"),
-    (r"num_latents", 8),
-    (r"num_mel_bins|model_in_dim", 16),
+    (r"num_latents|resampler_n_latents|chroma_length|canvas_length", 8),
+    (r"num_mel_bins|n_mel_bins|model_in_dim", 16),
     (r"num_conv_pos_embeddings", 4),
     (r"num_conv_pos_embedding_groups", 2),
     (r"base_channels|upsample_initial_channel", 32),
@@ -198,7 +212,7 @@ def _called(model: nn.Module, seed: int, *, media: bool = True) -> Mapping[str, 
 
 
 def _on_meta(model_class: Any, config: Any) -> nn.Module:
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():
         model: nn.Module = model_class(copy.deepcopy(config))
     return model
 
@@ -282,8 +296,8 @@ def _settings(config: Any, way: Way, count: int, tokens: dict[str, int]) -> tupl
     for name, value in vars(config).items():
         if name.startswith("_") or name in _NOT_TAKEN or isinstance(value, set | frozenset):
             continue
-        if way.divided and name == "image_embedding_size":
-            continue  # it follows from the side of an image
+        if (way.divided and name == "image_embedding_size") or name.startswith("dim_bbox_"):
+            continue  # it follows from the side of an image, or from the width
         token = re.fullmatch(r"(\w+)_token_(id|index|idx)", name)
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             found[name] = {**_settings(value, way, count, tokens)[0], "model_type": value.model_type}
@@ -323,6 +337,8 @@ def _small(name: str, value: Any, way: Way, fields: Mapping[str, Any]) -> Any:
         stages = next((small for pattern, small in _STAGES if re.fullmatch(pattern, name)), None)
         if stages and all(type(each) is int for each in value):
             return list(stages[: len(value)])
+        if name == "downsample_channels":  # until the width of what comes next
+            return [*[20] * (len(value) - 1), way.sizes["width"]]
         return [_small(name, each, way, fields) for each in value]
     named = next((small for pattern, small in _SMALL if re.fullmatch(pattern, name)), None)
     size = way.sizes[named] if isinstance(named, str) else named

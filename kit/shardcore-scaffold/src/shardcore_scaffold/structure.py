@@ -115,17 +115,20 @@ def regions_of(dependence: Dependence, linears: Sequence[str]) -> tuple[list[Reg
 
 
 def _region(dependence: Dependence, row: str, allowed: set[str]) -> Region | str:
-    sources = dependence.sources(row)
-    linears = [source for source in sources if source.dim is None]
-    own = [s for s in linears if s.name in allowed and dependence.readers(s.name) == {row}]
-    past = [s for s in linears if s not in own]
+    reads = dependence.reads[row]
+    names = {n: n in allowed and dependence.readers(n) == {row} for n in dependence.linears if n in reads}
+    past = [name for name, is_own in names.items() if not is_own]
+    if len(past) == len(names):
+        return "what it is made of is read elsewhere too"
+    sources = dependence.sources(row, [*(n for n in names if names[n]), *sorted(reads - names.keys())])
+    own = [source for source in sources if source.dim is None]
     labels = _units([s.pattern for s in own])
     if own and _count(labels) == 1 and len(own) > 1:
         for left in own:
             rest = [s for s in own if s is not left]
             without = _units([s.pattern for s in rest])
             if _count(without) > 1:
-                own, past, labels = rest, [*past, left], without
+                own, past, labels = rest, [*past, left.name], without
                 break
     units = _count(labels)
     if not own or units == 1:
@@ -139,7 +142,7 @@ def _region(dependence: Dependence, row: str, allowed: set[str]) -> Region | str
         if column is None:
             return f"the output features of {source.name} do not fall into groups of equal size"
         columns.append(column)
-    region = Region(row, columns, units, width, past=[s.name for s in past], labels=labels)
+    region = Region(row, columns, units, width, past=past, labels=labels)
     for name in dict.fromkeys(s.name for s in sources if s.dim is not None):
         dims = [s for s in sources if s.name == name]
         dim = next((s.dim for s in dims if region.belongs(s.pattern)), None)

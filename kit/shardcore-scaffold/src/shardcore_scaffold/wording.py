@@ -218,7 +218,7 @@ class _Wording:
         leaves += [(name, leaf) for name, linear in self.dependence.linears.items() for leaf in linear.outputs]
         for name, tensors in self.dependence.arguments.get(module, {}).items():
             if name != self.dependence.first[module] and len({tensor.shape for tensor in tensors}) == 1:
-                patterns = self.dependence.patterns(self.region.row, tensors)
+                patterns = self.dependence.patterns(self.region.row, self.region.labels, tensors)
                 if any(bool(pattern.any()) for pattern in patterns):
                     yield name, made_of(tensors, leaves), patterns
 
