@@ -57,7 +57,7 @@ def loss_of(out: Any) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     weights = [torch.randn(leaf.shape, generator=generator, dtype=torch.float64) for leaf in leaves]
-    leaves = [leaf.clamp(-_MASKED, _MASKED) for leaf in leaves]
+    leaves = [leaf.double().clamp(-_MASKED, _MASKED) for leaf in leaves]
     return torch.stack([(leaf * weight).mean() for leaf, weight in zip(leaves, weights, strict=True)]).sum()
 
 

@@ -39,7 +39,8 @@ class Layers:
         if isinstance(fields.get("depths"), list | tuple):
             fields = {}  # lists are of stages
         numbers = {k: v for k, v in fields.items() if re.fullmatch(_NUMBERS, k) and type(v) is int and v}
-        self.of = next(iter(numbers.values()), 0)
+        stacks = [len(value or ()) for name, value in fields.items() if re.fullmatch(r"\w+_layers_types", name)]
+        self.of = next(iter([*numbers.values(), *stacks]), 0)
         lists = {k: list(v) for k, v in fields.items() if self._is_of_layers(v) and not k.endswith("_size")}
         places = {name: value for name, value in fields.items() if self.of and self._is_of_places(name, value)}
         kinds = [list(map(str, values)) for values in lists.values()]

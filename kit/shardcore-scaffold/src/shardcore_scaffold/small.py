@@ -58,6 +58,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
         20,
     ),
     (r"num_(qa|object|attr)_labels", 20),
+    (r"fusion_hidden_size|head_hidden_size|number_output_channels", 32),
     (r"(num|n|moe_num)_(local_|routed_|moe_)?experts", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|zero_expert_num", 2),
     (r"n_group|num_expert_group|(mamba_)?n_groups", 2),
@@ -71,7 +72,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"laurel_rank", 10),
     (_WIDTHS, "width"),
     (
-        r"(encoder|decoder|text|out|audio|fpn)_hidden_size|projection_(dim|size)|text_embed_dim|conv_dim|block_dim",
+        r"(encoder|decoder|text|out|audio|fpn)_hidden_size|projection_(dim|size)|text_embed_dim|conv_dim|block_dim|descriptor_decoder_dim",
         "width",
     ),
     (r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_seq_len(gth)?|seq_length", 64),
