@@ -80,9 +80,6 @@ class Dependence:
     first: dict[str, str]
     residual: set[str]
     _parameters: dict[str, nn.Parameter]
-    _patterns: dict[tuple[str | int, ...], list[Tensor]] = field(
-        default_factory=dict
-    )  # of what is kept: ids are its own
 
     def readers(self, name: str) -> set[str]:
         """Return the linears whose input is made of a linear or parameter, and ``""`` if the outputs are."""
@@ -96,51 +93,46 @@ class Dependence:
         them can be split from the others. Empty if the first feature is made of all features of all these linears.
         """
         every = torch.eye(self.linears[row].product.in_features)
-        outputs = [name for name in names if name in self.linears]
-        first = self._asked(row, outputs, every[:1])
-        if all(pattern.all() for pattern in first.values()):
-            return []
-        many = max((pattern.numel() // int(pattern.sum()) for pattern in first.values() if pattern.any()), default=1)
-        each, rest = divmod(len(every), many)
-        if each > 1 and not rest:
-            runs = every.reshape(many, each, -1)
-            found, firsts = self._asked(row, names, runs.sum(1)), self._asked(row, outputs, runs[:, 0])
-            if all(torch.equal(found[key], pattern) for key, pattern in firsts.items()):
-                return [Source(*key, pattern.repeat_interleave(each, 0)) for key, pattern in found.items()]
-        return [Source(*key, pattern) for key, pattern in self._asked(row, names, every).items()]
-
-    def _asked(self, row: str, names: Collection[str], groups: Tensor) -> dict[tuple[str, int | None], Tensor]:
-        """Return the patterns of linears and parameters ``names``, with a row for each of the groups of features."""
         leaves = [(name, leaf) for name in names for leaf in self._leaves(name)]
-        found: dict[tuple[str, int | None], Tensor] = {}
-        for name, leaf in leaves:
-            dims = [(None, leaf.shape[-1])] if name in self.linears else list(enumerate(leaf.shape))
-            found |= {(name, dim): torch.zeros(len(groups), n, dtype=torch.bool) for dim, n in dims}
-        for given in (given for given in self.linears[row].inputs if given.requires_grad):
-            for some, touched in _touched(given, groups, [leaf for _, leaf in leaves]):
-                for name, own in (
-                    (name, own) for (name, _), own in zip(leaves, touched, strict=True) if own is not None
-                ):
-                    for dim in [None] if name in self.linears else range(own.ndim - 1):
-                        found[name, dim][some] |= _over(own, own.ndim - 2 if dim is None else dim)
-        return found
+        outputs = [each for each in leaves if each[0] in self.linears]
+        first = self._asked(row, outputs, every[:1]).values()
+        if all(pattern.all() for pattern in first):
+            return []
+        many = max((pattern.numel() // int(pattern.sum()) for pattern in first if pattern.any()), default=1)
+        runs = every[:, None] if len(every) % many else every.reshape(many, len(every) // many, -1)
+        found = self._asked(row, leaves, runs.sum(1))
+        firsts = self._asked(row, outputs, runs[:, 0]) if runs.shape[1] > 1 else {}
+        if any(not torch.equal(found[key], pattern) for key, pattern in firsts.items()):
+            found = self._asked(row, leaves, every)
+        sources = []
+        for (name, dim), pattern in found.items():
+            place = None if name in self.linears else dim + self._parameters[name].ndim
+            sources.append(Source(name, place, pattern.repeat_interleave(len(every) // len(pattern), 0)))
+        return sources
 
     def patterns(self, row: str, labels: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return, for each dim of some tensors of equal shape, which units that ``row`` reads depend on its entries.
 
         As `Source.pattern`, the same for all features of a unit; ``labels`` are the units of the features.
         """
-        key = (row, *map(id, tensors))
-        if key not in self._patterns:
-            groups = functional.one_hot(labels).T.float()
-            found = [torch.zeros(len(groups), n, dtype=torch.bool) for n in tensors[0].shape]
-            for given in (given for given in self.linears[row].inputs if given.requires_grad):
-                for some, touched in _touched(given, groups, tensors):
-                    for own in (each for each in touched if each is not None):
-                        for dim in range(own.ndim - 1):
-                            found[dim][some] |= _over(own, dim)
-            self._patterns[key] = [pattern[labels] for pattern in found]
-        return self._patterns[key]
+        found = self._asked(row, [("", tensor) for tensor in tensors], functional.one_hot(labels).T.float())
+        return [pattern[labels] for pattern in found.values()]
+
+    def _asked(self, row: str, leaves: Sequence[tuple[str, Tensor]], groups: Tensor) -> dict[tuple[str, int], Tensor]:
+        """Return the patterns of the dims of leaves, of outputs the last, with a row for each group of features."""
+        found = {
+            (name, dim): torch.zeros(len(groups), leaf.shape[dim], dtype=torch.bool)
+            for name, leaf in leaves
+            for dim in range(-1 if name in self.linears else -leaf.ndim, 0)
+        }
+        for given in (given for given in self.linears[row].inputs if given.requires_grad):
+            for some, touched in _touched(given, groups, [leaf for _, leaf in leaves]):
+                for (name, dim), pattern in found.items():
+                    for own in (
+                        own for (of, _), own in zip(leaves, touched, strict=True) if of == name and own is not None
+                    ):
+                        pattern[some] |= own.movedim(dim, 1).flatten(2).any(2) if own.ndim > 2 else own
+        return found
 
     def _leaves(self, name: str) -> Sequence[Tensor]:
         return self.linears[name].outputs if name in self.linears else [self._parameters[name]]
@@ -157,24 +149,18 @@ def _touched(
     features = (torch.rand(flat.shape[0], dtype=flat.dtype) + 0.5) @ flat
     ask = functools.partial(torch.autograd.grad, features, leaves, retain_graph=True, allow_unused=True)
     weights = torch.rand(flat.shape[1], dtype=flat.dtype) + 0.5  # what features have in common does not cancel
-    batched = True
+    batched, grads = True, list[Tensor | None]()
     for some in torch.arange(len(groups)).split(max(_AT_ONCE // max([given.numel(), *map(torch.numel, leaves)]), 1)):
         rows = groups[some] * weights
         if batched:
             try:
-                grads = ask(grad_outputs=rows, is_grads_batched=True)
+                grads = list(ask(grad_outputs=rows, is_grads_batched=True))
             except RuntimeError:  # a function that cannot do several at once
                 batched = False
         if not batched:
             each = [ask(grad_outputs=row) for row in rows]
             grads = [None if own[0] is None else torch.stack(own) for own in zip(*each, strict=True)]
         yield some, [None if grad is None else grad != 0 for grad in grads]
-
-
-def _over(touched: Tensor, dim: int) -> Tensor:
-    """Return which entries of one dim of a parameter the features depend on: (features, entries)."""
-    others = [other for other in range(1, touched.ndim) if other != dim + 1]
-    return touched.any(others) if others else touched
 
 
 def dependence_of(model: nn.Module, call: Callable[[nn.Module], Any], *, passing: Collection[str] = ()) -> Dependence:
