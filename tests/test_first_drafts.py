@@ -194,6 +194,36 @@ def test_blocks_that_differ_are_split(name: str, row: str) -> None:
     assert row in {row for _, row in found.split}
 
 
+class _Attention(nn.Module):
+    """Counts its heads by a name that says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h, self.d = 4, 3
+        self.q, self.k, self.v, self.o = (nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (m(x).view(*x.shape[:2], self.h, self.d).transpose(1, 2) for m in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+def test_heads_are_counted_by_any_name_that_is_read() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([_Attention(), _Attention()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](x))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    found = guess(Model().double(), lambda model: model(x))
+    assert 'attribute("h", per_rank),' in found.rows["_Attention"]
+    assert any('heads="h"' in row for row in found.rows["_Attention"])
+
+
 @pytest.mark.skipif(not hasattr(transformers, "Ovis2ForConditionalGeneration"), reason="newer than this transformers")
 def test_a_vocabulary_that_cannot_be_split_leaves_the_blocks_split() -> None:
     _, found = draft("Ovis2ForConditionalGeneration")  # its images are multiplied with the table of words

@@ -68,12 +68,12 @@ class _Wording:
         self.place, self.region, self.entered = place, region, entered
         self.by_heads = region.width > 1
         self.names = [column.name for column in region.columns]
+        self.heads = self._counted() if self.by_heads and not facts.query else ""
 
     def words(self) -> Worded | str:
         """Return the rules."""
         region, found = self.region, Worded(self.region, self.place)
-        heads = self._counted() if self.by_heads and not self.facts.query else ""
-        if self.by_heads and not self.facts.query and not heads:
+        if self.by_heads and not self.facts.query and not self.heads:
             return f"no attribute counts its {region.units} heads"
         columns: list[str] = []
         kv: list[str] = []
@@ -100,8 +100,8 @@ class _Wording:
                     col=names_in(columns),
                     kv=names_in(kv),
                     row=_one(self._short(region.row)),
-                    unit='"head"' if self.by_heads and not heads else "",
-                    heads=_one(heads),
+                    unit='"head"' if self.by_heads and not self.heads else "",
+                    heads=_one(self.heads),
                     partial=_all(partial) if entry.module else "",
                     after=_all(self._shorts(entry.after)),
                 ),
@@ -144,8 +144,10 @@ class _Wording:
             if own:  # in other blocks several heads may share a key
                 return self._short(f"{path}.{min(own, key=lambda name: not _KEYS.search(name))}")
         config = getattr(self.modules[above], "config", None)
-        names = (name for name in (*KV, *QUERY) if number(config, name) == self.region.units)
-        return next((self._short(f"{above}.config.{name}") for name in names), "")
+        names = [f"config.{name}" for name in (*KV, *QUERY) if number(config, name) == self.region.units]
+        read = {name: n for name, n in self.facts.numbers.get(above, {}).items() if "." not in name and n > 1}
+        names += [name for name, n in read.items() if n == self.region.units]  # by a name that says nothing
+        return next((self._short(f"{above}.{name}") for name in names), "")
 
     def _column(self, column: Column) -> tuple[str, bool]:
         """Return what ``col=`` or ``kv=`` says of a column linear, if anything can, and whether it is ``kv=``."""
@@ -230,12 +232,11 @@ class _Wording:
     def _cuts(self) -> list[tuple[str, str]]:
         """Return the arguments that hold all heads and are made of no parameters, with a rule that cuts each."""
         where = common(self.names)
-        heads = "" if self.facts.query else self._counted()
         found = []
         for name, made, patterns in self._arguments(where) if self.by_heads else ():
             dims = [dim for dim, pattern in enumerate(patterns) if self.region.belongs(pattern, repeated=True)]
             if dims and not made:
-                of = f', heads="{heads}"' if heads else ""
+                of = f', heads="{self.heads}"' if self.heads else ""
                 at = dims[0] - len(patterns)
                 found.append((name, f'slice_arg("{self._short(where)}", "{name}", {at}{of}),'))
         return found
@@ -264,7 +265,7 @@ class _Wording:
                     rules["local_groups", f'attribute("{where}", local_groups),'] = None
                 elif groups > 1 and value == region.units and _KEYS.search(name):
                     rules["local_kv_heads", f'attribute("{where}", local_kv_heads),'] = None
-                elif self._counts(name, value) or value in widths:
+                elif self._counts(name, value) or value in widths or where == self.heads:
                     rules["per_rank", f'attribute("{where}", per_rank),'] = None
         return list(rules)
 
