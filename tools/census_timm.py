@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -51,11 +52,12 @@ _SMALL: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("depth", "depths", "num_blocks", "layers", "depth_list"), (2, 1, 2, 1, 1)),
     **dict.fromkeys(("embed_dim", "embed_dims", "dims", "channels", "widths", "width_list"), (32, 64, 96, 128, 160)),
     **dict.fromkeys(("num_heads", "heads"), (4, 8, 16, 16, 16)),
-    **dict.fromkeys(("head_widths", "base_dims"), (64, 48)),
+    "head_widths": (64, 48),
+    "base_dims": (8, 12),
 }
 #: What is made small, as much as possible first: some sizes follow from others that have no such name.
 _TRIES = (
-    ("depth", "embed_dim", "num_heads", "head_widths"),
+    ("depth", "embed_dim", "num_heads", "head_widths", "base_dims"),
     ("depth", "embed_dim"),
     ("depth", "num_heads"),
     ("depth",),
@@ -130,7 +132,8 @@ def small(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
                 raise ValueError(f"{which.model} has more than {_LARGEST:,} parameters with the sizes known here")
             model.double().eval()
             inputs = {next(iter(inspect.signature(model.forward).parameters)): image}
-            model(**inputs)
+            with torch.no_grad():
+                copy.deepcopy(model)(**inputs)  # what it keeps of a call, the model does not have
         except Exception as failed:
             error = error or failed  # of the smallest, which says the most
         else:
@@ -165,7 +168,10 @@ def _drawn(model: nn.Module) -> nn.Module:
 
 def measure(name: str) -> dict[str, Any]:
     """Return what one architecture comes to: its ``state``, with the ``reason`` or the errors."""
-    found: dict[str, Any] = {"model": architectures()[name].model, "blocks": None}
+    which = architectures()[name]
+    found: dict[str, Any] = {"model": which.model, "blocks": None}
+    with contextlib.suppress(Exception), torch.device("meta"):  # some classes compute with numbers
+        found["blocks"] = mixes_tokens(which.cls(**which.arguments))
     torch.manual_seed(0)
     try:
         model, inputs = small(name)
@@ -177,7 +183,7 @@ def measure(name: str) -> dict[str, Any]:
     except NoPolicyError:
         found["way"] = "drafted"
         try:
-            draft = guess(model, lambda small: small(**inputs))
+            draft = guess(copy.deepcopy(model), lambda small: small(**inputs))
         except ShardcoreError as error:
             return {**found, "state": "refused", "reason": str(error)}
         policy = policy_from(name, source(type(model), draft))
