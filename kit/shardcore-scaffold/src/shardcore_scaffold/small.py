@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers.initialization import no_init_weights
 
 from shardcore.errors import ConfigError
 from shardcore_scaffold.calls import FIRST_WORD, LABELS, calls, media_of
@@ -206,7 +205,7 @@ def _called(model: nn.Module, seed: int, *, media: bool = True) -> Mapping[str, 
 
 
 def _on_meta(model_class: Any, config: Any) -> nn.Module:
-    with torch.device("meta"), no_init_weights():
+    with torch.device("meta"):
         model: nn.Module = model_class(copy.deepcopy(config))
     return model
 

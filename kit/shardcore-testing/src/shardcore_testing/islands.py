@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._device import _device_constructors
 
 #: Functions of a tensor that convert it first, by ``dtype=`` or by position.
 _CONVERTING = ("softmax", "log_softmax", "sum", "mean", "cumsum")
@@ -81,7 +80,8 @@ _INHERITED = object()
 
 def _replace() -> list[tuple[Any, str, Any]]:
     """Put the functions of torch that make islands out of the way, and return what each owner had of its own."""
-    _device_constructors()  # remembered: what ``with torch.device(...)`` knows are torch's own functions
+    with torch.device("cpu"):  # which remembers, from its first call on, what makes tensors: torch's own functions
+        torch.zeros(0)
     made: list[tuple[Any, str, Callable[..., Any]]] = [
         (Tensor, "float", _float(Tensor.float)),
         (Tensor, "to", _converting(Tensor.to)),
