@@ -169,7 +169,7 @@ def _drawn(model: nn.Module) -> nn.Module:
 def measure(name: str) -> dict[str, Any]:
     """Return what one architecture comes to: its ``state``, with the ``reason`` or the errors."""
     which = architectures()[name]
-    found: dict[str, Any] = {"model": which.model, "blocks": None}
+    found: dict[str, Any] = {"blocks": None}
     with contextlib.suppress(Exception), torch.device("meta"):  # some classes compute with numbers
         found["blocks"] = mixes_tokens(which.cls(**which.arguments))
     torch.manual_seed(0)
@@ -201,7 +201,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     for name, result in sorted(results.items()):
         numbers = (f"{result['error']:.0e}", f"{result['split']:.2f}") if result["state"] == "exact" else ("", "")
         why = "" if result["state"] == "exact" else f"{result['state']}: `{shortened(result['reason'])}`"
-        cells = (f"`{name}`", f"`{result['model']}`", result.get("way", ""), *numbers, why)
+        cells = (f"`{name}`", f"`{architectures()[name].model}`", result.get("way", ""), *numbers, why)
         lines.append(f"| {' | '.join(cells)} |")
     head = _HEADER.format(
         release=timm.__version__,
