@@ -226,7 +226,7 @@ def test_it_is_found_and_explained(made):
         ("shard-x", "transformers.NoSuchModel", "NoSuchModel"),
         ("shard-x", "torch.nn.Identity", "--example package.module:function"),
         pytest.param(
-            *("shard-x", "transformers.BltForCausalLM", "no small BltForCausalLM could be built and called"),
+            *("shard-x", "transformers.BarkModel", "no small BarkModel could be built and called"),
             marks=pytest.mark.nightly,
         ),
     ],
