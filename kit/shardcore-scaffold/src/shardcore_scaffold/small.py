@@ -72,7 +72,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"sliding_window|attention_window|local_attention|window_size", 4),
     (r"(mm_tokens_per_image|image_seq_length|num_image_tokens|latent_query_num|num_windows)", 4),
     (r"horizon_length|output_quantile_len", 32),
-    (r"sliding_window_size|rel_extent", 16),
+    (r"sliding_window_size|rel_extent", 13),
     (r"image_size|img_size", 16),
     (r"patch_size", 4),
     (r"d_latents", "width"),

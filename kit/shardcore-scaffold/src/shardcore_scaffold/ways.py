@@ -22,7 +22,7 @@ _FEW = (
     (r"(num|n|moe_num)_(local_|routed_|moe_)?experts|(\w+_)?num_queries|two_stage_num_proposals|latent_query_num", 4),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|zero_expert_num|top_k_experts|n_group|num_expert_group", 2),
     (r"max_position_embeddings|n_positions|max_(source|target)_positions|max_seq_len(gth)?", 1024),
-    (r"sliding_window_size|rel_extent", 16),
+    (r"sliding_window_size|rel_extent", 13),
 )
 _SIDES = r"image_size|img_size"
 _SMALLEST, _SIDE = 16, 64
