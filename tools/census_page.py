@@ -39,7 +39,7 @@ _STATES = {
     "refused": "are refused with a reason before anything is changed",
     "no library": "need a library that is not installed here",
     "not built": "could not be built or called here",
-    "random": "draw numbers, so that two calls of the unsharded model differ",
+    "random": "draw numbers or round so much that two calls of the unsharded model differ",
     "failed": "ended otherwise, as the table says",
 }
 _SHORT = 240  # characters of a reason
@@ -57,7 +57,7 @@ def totals(results: Mapping[str, Mapping[str, Any]], missing: int) -> str:
         f"Of {len(results) + missing} classes {len(results)} were measured: {counted(results.values())}; {missing} "
         f"were not reached. Of the {len(exact)} exact ones {inferred} have no pack; of the {len(attending)} with "
         f"attention modules {split} ({split / max(len(attending), 1):.0%}) have more than half of their parameters "
-        f"split. {_ways(exact)}\n\n"
+        f"split.{_ways(exact)}\n\n"
         f"{len(mixing)} of the classes have a transformer's blocks: attention, or what mixes tokens in its place. Of "
         f"these {of_blocks / max(len(mixing), 1):.1%} are exact: {counted(mixing)}. The others are convolutions "
         "throughout, of which tensor parallelism splits little or nothing."
@@ -77,7 +77,7 @@ def _ways(exact: Sequence[Mapping[str, Any]]) -> str:
     for way in WAYS:
         tried = [each for result in exact if (each := result["ways"].get(way, "").partition(":")[0])]
         said.append(f"{way} {tried.count('exact')} of {len(tried)} ({tried.count('differs')} differ)" if tried else "")
-    return f"Of these are exact in further ways: {', '.join(filter(None, said))}." if any(said) else ""
+    return f" Of these are exact in further ways: {', '.join(filter(None, said))}." if any(said) else ""
 
 
 def page(

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from shardcore import from_pretrained, shard
 from shardcore.errors import ShardcoreError
 
-__all__ = ["WAYS", "Compared", "answer_of_rank", "loss_of"]
+__all__ = ["BOUND", "WAYS", "Compared", "answer_of_rank", "loss_of"]
 
 RANKS = 2
-_BOUND = 1e-10  # of the largest entry: what is larger is a difference and no rounding
+BOUND = 1e-10  # of the largest entry: what is larger is a difference and no rounding
 _MASKED = 1e100  # logits that are larger mask something: their weighted sum is no number
 _GREEDY = {"do_sample": False, "num_beams": 1, "max_new_tokens": 3, "min_new_tokens": 3}
 
@@ -142,7 +142,7 @@ def _error(
         if grad is not None and theirs is not None:
             errors[name] = _largest(grad - theirs) / scale
     worst = max(errors, key=errors.__getitem__)
-    if errors[worst] > _BOUND:
+    if errors[worst] > BOUND:
         raise DifferenceError(f"{worst} is off by {errors[worst]:.0e}")
     return errors[worst]
 
@@ -215,7 +215,7 @@ def _generation(compared: Compared) -> str:
         return ""  # transformers itself cannot with these inputs
     got = shard(model, tp=RANKS, policy=compared.policy).generate(**prompt, **_GREEDY)
     wanted, got = (getattr(out, "sequences", out) for out in (wanted, got))
-    if not torch.equal(got, wanted) if not wanted.is_floating_point() else _largest(got - wanted) > _BOUND:  # sound
+    if not torch.equal(got, wanted) if not wanted.is_floating_point() else _largest(got - wanted) > BOUND:  # sound
         raise DifferenceError("other tokens than the unsharded model's")
     return "exact"
 
