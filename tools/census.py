@@ -122,6 +122,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "sapiens2": {"head_config": {"upsample_out_channels": [768, 512], "conv_out_channels": [512, 512]}},
     "T5GemmaEncoderModel": {"is_encoder_decoder": False},
     "shieldgemma2": {"yes_token_index": 10784, "no_token_index": 3771},
+    "vipllava": {"vision_feature_layers": [-2, -1]},
     "xmod": {"default_language": "en_XX"},
 }
 

@@ -40,6 +40,8 @@ def following(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     parts = ("qk_nope_head_dim", "qk_rope_head_dim")
     if whole.keys() >= {"qk_head_dim", *parts} and whole["qk_head_dim"] == sum(whole[part] for part in parts):
         more["qk_head_dim"] = sum(found[part] for part in parts)
+    if whole.keys() >= {"image_size", "patch_size", "output_stride"}:  # several patches to a side, also at the end
+        more["image_size"] = 2 * found["patch_size"] * found["output_stride"]
     for name, part, numbers in (
         ("image_grid_pinpoints", "vision_config", ("image_size",)),  # pictures of several images
         ("backbone_feature_sizes", "backbone_config", ("image_size", "patch_size")),

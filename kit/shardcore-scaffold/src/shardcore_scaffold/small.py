@@ -40,7 +40,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"v_head_dim", 6),
     (r"qk_rope_head_dim|rotary_dim", 4),
     (r"q_lora_rank", 12),
-    (r"kv_lora_rank", 10),
+    (r"kv_lora_rank|laurel_rank", 10),
     (
         r"\w*(en|de)coder_ffn_dim|(en|de)coder_intermediate_size|dim_feedforward|ffn_dim|ffn_hidden_size|(dense_)?intermediate_size(_mlp)?|d_?ff|dim_ff|d_inner|mlp_dim|n_inner",
         "inner",
@@ -56,12 +56,10 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"n_group|num_expert_group|(mamba_)?n_groups", 2),
     (r"topk_group|default_num_lookahead_tokens", 1),
     (r"index_n_heads|linear_num_(value_)?heads|mamba_num_heads|mamba_n_heads|n_mamba_heads", 4),
-    (r"linear_num_key_heads", 2),
+    (r"linear_num_key_heads|num_conv_pos_embedding_groups|index_kpool", 2),
     (r"index_head_dim|linear_((key|value)_)?head_dim|mamba_(d_head|headdim|head_dim|d_state)|(ssm_)?state_size", 8),
     (r"index_topk|attention_chunk_size|(mamba_)?chunk_size|context_size|block_size", 4),
-    (r"index_kpool", 2),
     (r"hidden_size_per_layer_input", 12),
-    (r"laurel_rank", 10),
     (_WIDTHS, "width"),
     (
         r"(encoder|decoder|text|out|audio|fpn)_hidden_size|projection_(dim|size)|text_embed_dim|conv_dim|block_dim|descriptor_decoder_dim",
@@ -79,7 +77,6 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"num_latents|resampler_n_latents|chroma_length|canvas_length", 8),
     (r"num_mel_bins|n_mel_bins|model_in_dim", 16),
     (r"num_conv_pos_embeddings", 4),
-    (r"num_conv_pos_embedding_groups", 2),
     (r"base_channels|upsample_initial_channel", 32),
 )
 # Sizes that may be lists, one for each stage.

@@ -90,6 +90,7 @@ class _Wording:
             return f"{self._short(region.past[0])} is read by all heads, past its column linears"
         found.partial = [name for name in region.partial if not name.startswith(f"{self.place}.")]
         partial = self._partial(entry)
+        inside = [name for name in partial if entry.module and f"{self.place}.{name}" in self.modules]
         found.rules = [("slice_arg", text) for _, text in cuts]
         found.rules.append(
             (
@@ -102,13 +103,13 @@ class _Wording:
                     row=_one(self._short(region.row)),
                     unit='"head"' if self.by_heads and not self.heads else "",
                     heads=_one(self.heads),
-                    partial=_all(partial) if entry.module else "",
+                    partial=_all(inside),
                     after=_all(self._shorts(entry.after)),
                 ),
             )
         )
-        if partial and not entry.module:
-            found.rules.append(("partial", f"partial({', '.join(map(_one, partial))}),"))
+        if apart := [name for name in partial if name not in inside]:  # parameters, which no module holds alone
+            found.rules.append(("partial", f"partial({', '.join(map(_one, apart))}),"))
         found.covered = {*self._shorts([*self.names, region.row, *entry.after]), *partial}
         for split in region.split:
             if split.name.startswith(f"{self.place}."):
