@@ -208,20 +208,25 @@ class _Attention(nn.Module):
         return x + self.o(y.transpose(1, 2).flatten(2))
 
 
-def test_heads_are_counted_by_any_name_that_is_read() -> None:
+def test_a_model_without_a_configuration_is_split_whole() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.words, self.places = nn.Embedding(40, 12), nn.Embedding(12, 12)
             self.blocks = nn.ModuleList([_Attention(), _Attention()])
+            self.scores = nn.Linear(12, 40)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks[1](self.blocks[0](x))
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+            return self.scores(self.blocks[1](self.blocks[0](x)))
 
     torch.manual_seed(0)
-    x = torch.randn(2, 5, 12, dtype=torch.float64)
-    found = guess(Model().double(), lambda model: model(x))
-    assert 'attribute("h", per_rank),' in found.rows["_Attention"]
+    ids = torch.arange(10).view(2, 5)
+    found = guess(Model().double(), lambda model: model(ids))
+    assert 'attribute("h", per_rank),' in found.rows["_Attention"]  # counted by any name that is read
     assert any('heads="h"' in row for row in found.rows["_Attention"])
+    rows = [row for row in found.rows["Model"] if "sequence" not in row]
+    assert sorted(rows) == ['head("scores"),', 'replicate("places"),', 'vocab("words"),']
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Ovis2ForConditionalGeneration"), reason="newer than this transformers")

@@ -205,7 +205,7 @@ def test_modules_that_were_not_looked_at_are_listed(tmp_path, monkeypatch):
     _, draft = write_pack("shard-unseen", example, tmp_path)
     said = "blocks.{i}.gate (Linear) is in the model, but not in the small one that was looked at"
     assert said in draft.doubts
-    assert any(doubt.startswith("embeddings and heads are whole: no vocab_size") for doubt in draft.doubts)
+    assert any(doubt.startswith("embeddings and heads are whole: no vocab_size and no head") for doubt in draft.doubts)
     assert said in (tmp_path / "shard-unseen" / "src" / "shard_unseen" / "policy.py").read_text()
 
 

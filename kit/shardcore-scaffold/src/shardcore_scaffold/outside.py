@@ -50,9 +50,9 @@ class _Outside:
     ) -> None:
         self.draft, self.modules, self.ties, self.blocks = draft, facts.modules, facts.ties, blocks
         self.split, self.partial = split, partial
-        sizes = _vocabularies(getattr(facts.model, "config", None)) if tables else set()
+        sizes = _vocabularies(getattr(facts.model, "config", None)) or self._scored() if tables else set()
         if tables and not sizes and any(isinstance(module, nn.Embedding) for module in self.modules.values()):
-            draft.doubts.append("embeddings and heads are whole: no vocab_size of a configuration says which they are")
+            draft.doubts.append("embeddings and heads are whole: no vocab_size and no head says which have the words")
         self.tables = {name for name, module in self.modules.items() if self._is_table(name, module, sizes)}
         self.within = {type(module) for path, module in self.modules.items() if self._inside(path)}
 
@@ -109,6 +109,13 @@ class _Outside:
         around = {id(p): short for short, p in self.modules[owner]._parameters.items() if p is not None}
         bias = around.get(id(module._parameters.get("bias")))
         return "head", f'head("{name}"{f", bias={chr(34)}{bias}{chr(34)}" if bias else ""}),'
+
+    def _scored(self) -> set[int]:
+        """Return the rows of tables of a model without a configuration that a linear scores, and none reads."""
+        tables = {module.num_embeddings for module in self.modules.values() if isinstance(module, nn.Embedding)}
+        linears = [module for module in self.modules.values() if type(module) is nn.Linear]
+        found = tables & {each.out_features for each in linears} - {each.in_features for each in linears}
+        return {size for size in found if size > _WORDS and not hasattr(self.modules[""], "config")}
 
     def _inside(self, path: str) -> bool:
         return any(path == block or path.startswith(f"{block}.") for block in self.blocks)

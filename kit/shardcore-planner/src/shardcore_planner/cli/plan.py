@@ -98,7 +98,10 @@ def plan(source: str, config: ShardConfig, workload: Workload, policy: type[Poli
     Raises:
         ShardcoreError: there is no such model, or it cannot be sharded or called so.
     """
-    return estimate(tell_quantized(meta_model(source)), config, workload, call_of, policy=policy)
+    model: Any = tell_quantized(meta_model(source))
+    if config.gradient_checkpoint_config is not None and hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # what transformers sets then, and says of each class
+    return estimate(model, config, workload, call_of, policy=policy)
 
 
 def drafted(source: str) -> type[Policy]:
