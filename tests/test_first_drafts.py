@@ -27,7 +27,6 @@ from shardcore_scaffold import infer, inferred  # noqa: E402
 from shardcore_scaffold.calls import like  # noqa: E402
 from shardcore_scaffold.cases import cases  # noqa: E402
 from shardcore_scaffold.draft import source  # noqa: E402
-from shardcore_scaffold.drafts import unseen  # noqa: E402
 from shardcore_scaffold.guess import guess  # noqa: E402
 from shardcore_scaffold.infer import build, loss_of  # noqa: E402
 from shardcore_scaffold.small import small_model  # noqa: E402
@@ -145,15 +144,6 @@ def test_every_dropout_is_named_once() -> None:
     assert [text.count(f'"{name}"') for name in small.dropouts] == [1] * len(small.dropouts)
 
 
-def test_modules_that_only_the_whole_model_has_are_named() -> None:
-    blocks = [nn.ModuleDict({"up": nn.Linear(2, 2)}) for _ in range(3)]
-    blocks[1]["gate"] = nn.Sequential(nn.Linear(2, 2))
-    blocks[2]["gate"] = nn.Sequential(nn.Linear(2, 2))
-    whole = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": nn.Linear(2, 2)})
-    small = nn.ModuleDict({"blocks": nn.ModuleList(blocks[:1])})
-    assert unseen(whole, small) == ["blocks.{i}.gate (Sequential)", "head (Linear)"]
-
-
 def test_a_model_may_keep_what_it_computed() -> None:
     small = small_model(transformers.StableLmForCausalLM)
 
@@ -178,13 +168,14 @@ def test_what_cannot_be_split_is_said() -> None:
         ("LongcatFlashForCausalLM", "o_proj"),  # latent attention in a list of its own
         ("MobileBertModel", "attention.output.dense"),  # scores so large that one of them is all
         ("Pop2PianoForConditionalGeneration", "SelfAttention.o"),  # a bias in the first block alone
-        pytest.param("PvtModel", "attention.output.dense", marks=pytest.mark.nightly),  # other keys in the last blocks
-        pytest.param(
-            "Sapiens2Backbone", "attention.o_proj", marks=pytest.mark.nightly
-        ),  # heads that share keys in some blocks
-        pytest.param(
-            "KimiLinearForCausalLM", "o_proj", marks=pytest.mark.nightly
-        ),  # two classes of attention, one of which is left whole
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("PvtModel", "attention.output.dense"),  # other keys in the last blocks
+                ("Sapiens2Backbone", "attention.o_proj"),  # heads that share keys in some blocks
+                ("KimiLinearForCausalLM", "o_proj"),  # two classes of attention, one of which is left whole
+            )
+        ),
     ],
 )
 def test_blocks_that_differ_are_split(name: str, row: str) -> None:
@@ -192,41 +183,6 @@ def test_blocks_that_differ_are_split(name: str, row: str) -> None:
         pytest.skip("newer than this transformers")
     _, found = draft(name)
     assert row in {row for _, row in found.split}
-
-
-class _Attention(nn.Module):
-    """Counts its heads by a name that says nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.h, self.d = 4, 3
-        self.q, self.k, self.v, self.o = (nn.Linear(12, 12) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (m(x).view(*x.shape[:2], self.h, self.d).transpose(1, 2) for m in (self.q, self.k, self.v))
-        y = nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + self.o(y.transpose(1, 2).flatten(2))
-
-
-def test_a_model_without_a_configuration_is_split_whole() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.places = nn.Embedding(40, 12), nn.Embedding(12, 12)
-            self.blocks = nn.ModuleList([_Attention(), _Attention()])
-            self.scores = nn.Linear(12, 40)
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
-            return self.scores(self.blocks[1](self.blocks[0](x)))
-
-    torch.manual_seed(0)
-    ids = torch.arange(10).view(2, 5)
-    found = guess(Model().double(), lambda model: model(ids))
-    assert 'attribute("h", per_rank),' in found.rows["_Attention"]  # counted by any name that is read
-    assert any('heads="h"' in row for row in found.rows["_Attention"])
-    rows = [row for row in found.rows["Model"] if "sequence" not in row]
-    assert sorted(rows) == ['head("scores"),', 'replicate("places"),', 'vocab("words"),']
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Ovis2ForConditionalGeneration"), reason="newer than this transformers")

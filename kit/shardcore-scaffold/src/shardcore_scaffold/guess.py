@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -195,8 +196,8 @@ class _Drafting:
             for entered in (self.entered, None):  # None: each column linear enters by itself
                 words = [worded(self.facts, place, region, entered=entered) for place, region in ends]
                 said = [each for each in words if isinstance(each, Worded)]
-                if len(said) == len(there) and self._agree(said):
-                    found[row] = said
+                if len(said) == len(there) and (rules := self._rules_of_all(said)):
+                    found[row] = [replace(each, rules=rules) for each in said]
                     break
             if row not in found:
                 found[row] = next((each for each in words if isinstance(each, str)), "it differs from block to block")
@@ -204,8 +205,8 @@ class _Drafting:
                 self.apart |= classes if len(classes) > 1 else set()
         return found
 
-    def _agree(self, said: list[Worded]) -> bool:
-        """Tell whether blocks have the same rules, and leave them the same.
+    def _rules_of_all(self, said: list[Worded]) -> list[tuple[str, str]]:
+        """Return the rules that are right in all blocks; none if they differ.
 
         A number is set in all of them, a bias that only some have is named there, and an argument that only some get
         was made by another, which has a part of it.
@@ -218,11 +219,9 @@ class _Drafting:
                 continue
             known = any(self._has(words.place, name) for words in without for name in names)
             if without and not rule[1].startswith("attribute(") and (known or not names):
-                return False
+                return []
             kept.append(rule)
-        for words in said:
-            words.rules = kept
-        return True
+        return kept
 
     def _add_regions(self, cls: str, places: list[str], agreed: dict[str, list[Worded] | str]) -> set[str]:
         """Add the regions that are the same in every block of a class; return what they cover."""

@@ -1,0 +1,56 @@
+"""Drafts for models that have no configuration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")  # which the command that drafts packs needs
+
+from shardcore_scaffold.drafts import unseen  # noqa: E402
+from shardcore_scaffold.guess import guess  # noqa: E402
+
+
+class _Attention(nn.Module):
+    """Counts its heads by a name that says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h, self.d = 4, 3
+        self.q, self.k, self.v, self.o = (nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (m(x).view(*x.shape[:2], self.h, self.d).transpose(1, 2) for m in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+def test_a_model_without_a_configuration_is_split_whole() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(40, 12), nn.Embedding(12, 12)
+            self.blocks = nn.ModuleList([_Attention(), _Attention()])
+            self.scores = nn.Linear(12, 40)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+            return self.scores(self.blocks[1](self.blocks[0](x)))
+
+    torch.manual_seed(0)
+    ids = torch.arange(10).view(2, 5)
+    found = guess(Model().double(), lambda model: model(ids))
+    assert 'attribute("h", per_rank),' in found.rows["_Attention"]  # counted by any name that is read
+    assert any('heads="h"' in row for row in found.rows["_Attention"])
+    rows = [row for row in found.rows["Model"] if "sequence" not in row]
+    assert sorted(rows) == ['head("scores"),', 'replicate("places"),', 'vocab("words"),']
+
+
+def test_modules_that_only_the_whole_model_has_are_named() -> None:
+    blocks = [nn.ModuleDict({"up": nn.Linear(2, 2)}) for _ in range(3)]
+    blocks[1]["gate"] = nn.Sequential(nn.Linear(2, 2))
+    blocks[2]["gate"] = nn.Sequential(nn.Linear(2, 2))
+    whole = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": nn.Linear(2, 2)})
+    small = nn.ModuleDict({"blocks": nn.ModuleList(blocks[:1])})
+    assert unseen(whole, small) == ["blocks.{i}.gate (Sequential)", "head (Linear)"]
