@@ -8,8 +8,8 @@ from torch import nn
 
 pytest.importorskip("transformers")  # which the command that drafts packs needs
 
-from shardcore_scaffold.drafts import unseen  # noqa: E402
-from shardcore_scaffold.guess import guess  # noqa: E402
+from shardcore_scaffold.drafts import unseen
+from shardcore_scaffold.guess import guess
 
 
 class _Attention(nn.Module):
