@@ -374,6 +374,7 @@ def test_a_model_around_a_language_model_is_told_of_it() -> None:
 
 def _impatient() -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDCORE_CACHE", "")
         patch.setattr("shardcore_scaffold.inferred.time_limit", lambda group: datetime.timedelta(seconds=1))
         _refused(_stablelm, "could be inferred: it took more than 1 s", policy="infer")
 

@@ -65,11 +65,13 @@ TORCH = f"torch=={os.environ.get('SHARDCORE_TORCH', '2.13.0')}"
 # The environment of the newest releases, which their cells use too.
 _PINS = sorted(newest_of(PACKS).items())
 NEWEST = Environment("-".join(map("-".join, _PINS)), (TORCH,), tuple(map("==".join, _PINS)))
-# The warning filters are pytest's, in pyproject.toml; nothing is downloaded; ranks share the cores of one machine.
+# The warning filters are pytest's, in pyproject.toml; nothing is downloaded, and no
+# policy is of an earlier run; ranks share the cores of one machine.
 ENV: dict[str, str | None] = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": None,
+    "SHARDCORE_CACHE": "",
     "TOKENIZERS_PARALLELISM": "false",
 }
 # What the snippets of the documentation import.

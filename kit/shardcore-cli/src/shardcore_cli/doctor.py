@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import platform
 import signal
@@ -46,6 +47,8 @@ def _checks(trial: bool) -> Iterator[dict[str, str]]:
         yield from findings
     if failure is not None:
         yield _finding("torch", "fails", f"{failure}; install a torch that works here")
+    if importlib.util.find_spec("shardcore_scaffold"):
+        yield _finding("inferred policies", "works", importlib.import_module("shardcore_scaffold.kept").said())
     yield from (_pack(row, works=failure is None) for row in describe())
 
 

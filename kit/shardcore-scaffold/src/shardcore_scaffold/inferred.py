@@ -20,6 +20,7 @@ from shardcore.errors import ConfigError, ShardcoreWarning
 from shardcore.inferred import Inference
 from shardcore.mesh.axes import time_limit
 from shardcore.policy import Policy
+from shardcore_scaffold import kept
 
 # What says that a process is a rank of a job: names, and how names begin.
 _OF_A_JOB = (
@@ -88,7 +89,7 @@ def _asked(model: nn.Module, how: Inference, limit: float) -> Mapping[str, Any]:
             "the script that runs (__main__) defines it. Put it into a module, and import it from there"
         }
     try:
-        return _answer(cls, config, limit, proved=how != "drafted")
+        return _answer(model, config.to_json_string(use_diff=False), limit, proved=how != "drafted")
     except subprocess.TimeoutExpired:
         why = f"it took more than {limit:.0f} s; draft it once with the command, and pass the policy"
     except Exception as error:
@@ -116,11 +117,15 @@ def _tied(model: nn.Module, part: nn.Module) -> bool:
     return not held.isdisjoint(map(id, part.parameters()))
 
 
-def _answer(cls: type[nn.Module], config: Any, limit: float, *, proved: bool) -> Mapping[str, Any]:
-    asked = {"module": cls.__module__, "name": cls.__name__, "config": config.to_json_string(use_diff=False)}
+def _answer(model: nn.Module, config: str, limit: float, *, proved: bool) -> Mapping[str, Any]:
+    """Return what is kept of an earlier run, or else what the process says."""
+    file = kept.place(model, config, proved=proved)
+    if file is not None and (found := kept.read(file)) is not None:
+        return {**found, "file": str(file)}
+    asked = {"module": type(model).__module__, "name": type(model).__name__, "config": config, "proved": proved}
     done = subprocess.run(
         [sys.executable, "-m", _PROGRAM],
-        input=json.dumps({**asked, "proved": proved}),
+        input=json.dumps(asked),
         env=_of_a_child(sys.path),
         capture_output=True,
         text=True,
@@ -129,8 +134,10 @@ def _answer(cls: type[nn.Module], config: Any, limit: float, *, proved: bool) ->
     )
     if done.returncode:
         raise RuntimeError(" ".join(done.stderr.split())[-500:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if file is not None and "error" not in told:
+        kept.write(file, told)
+    return told
 
 
 def _of_a_child(path: Iterable[str]) -> dict[str, str]:
@@ -143,10 +150,11 @@ def _say(name: str, told: Mapping[str, Any]) -> None:
     proof = f"proved: {told['proof']}" if told["proof"] else "not proved"
     left = "".join(f"\n  - {doubt}" for doubt in dict.fromkeys(told["doubts"]))
     share = _percent(told["split"])
+    before = f" in an earlier run, which kept it in {told['file']}" if "file" in told else ""
     logging.getLogger("shardcore").warning(
-        "no pack was asked for %s: its policy was inferred from a small copy of the class, and splits %s of this "
+        "no pack was asked for %s: its policy was inferred from a small copy of the class%s, and splits %s of this "
         "model's parameters; each rank holds the others whole (%s)%s\nTo keep it: shardcore new-pack NAME --model %s",
-        *(name, share, proof, left, name),
+        *(name, before, share, proof, left, name),
     )
     if told["split"] < _MUCH:
         # Where `shardcore.shard` was called.
