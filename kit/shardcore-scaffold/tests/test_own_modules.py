@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -54,3 +56,31 @@ def test_modules_that_only_the_whole_model_has_are_named() -> None:
     whole = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": nn.Linear(2, 2)})
     small = nn.ModuleDict({"blocks": nn.ModuleList(blocks[:1])})
     assert unseen(whole, small) == ["blocks.{i}.gate (Sequential)", "head (Linear)"]
+
+
+class _Mixer(nn.Module):
+    """Has as many heads as a configuration counts keys, and they are no keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_mixer_heads = 2
+        self.gates, self.o = nn.Linear(12, 24), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, gate = self.gates(x).view(*x.shape[:2], self.n_mixer_heads, 12).chunk(2, dim=-1)
+        return x + self.o((states.cumsum(1) * states.norm(dim=-1, keepdim=True) * gate).flatten(2))
+
+
+def test_heads_that_are_no_keys_are_counted_by_their_own_module() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2)
+            self.blocks = nn.ModuleList([_Mixer(), _Mixer()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](x))
+
+    draft = guess(Model().double(), lambda model: model(torch.randn(2, 5, 12, dtype=torch.float64)))
+    assert 'region(col=segments("gates", 2, by="head"), row="o", heads="n_mixer_heads"),' in draft.rows["_Mixer"]
+    assert not draft.checks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -39,8 +40,9 @@ class Facts:
         ties: the names of each parameter.
         regions: what can be split in its blocks.
         norms: norms over the features of all heads, with the linear whose output each normalizes.
-        query: the name under which its configuration counts the heads of all regions; empty if there is none.
+        query: the name under which its configuration counts the heads of regions; empty if there is none.
         kv: the name under which it counts key/value heads.
+        others: row linears of regions that have as many heads as there are keys by chance, and heads of another kind.
     """
 
     def __init__(self, model: nn.Module, call: Callable[[nn.Module], Any]) -> None:
@@ -64,6 +66,7 @@ class Facts:
             else:
                 self.norms = {}
         self.regions = [region for region in regions if not self._tied(region)]
+        self.others: set[str] = set()
         self.query, self.kv = self._heads()
 
     @property
@@ -121,8 +124,23 @@ class Facts:
             kv = next((name for name in KV if number(config, name) is not None), "")
             units = number(config, kv) if kv else count
             if units and all(region.units == units for region in of_heads) and count % units == 0:
-                return query, kv
+                groups = count // units
+                self.others = {region.row for region in of_heads if groups > 1 and not self._share(region, groups)}
+                if len(self.others) < len(of_heads):
+                    return query, kv
         return "", ""
+
+    def counts(self, region: Region) -> bool:
+        """Tell whether the configuration counts the units of a region as heads."""
+        return bool(self.query) and region.width > 1 and region.row not in self.others
+
+    def _share(self, region: Region, groups: int) -> bool:
+        """Tell whether a region's module knows the number of query heads, or of those that share a key."""
+        above = common([region.row, *(column.name for column in region.columns)])
+        numbers = {**vars(self.modules[above]), **self.numbers.get(above, {})}
+        wanted = {"head": region.units * groups, "group|rep|quer|per_kv": groups}
+        said = ((n, value) for what, value in wanted.items() for name, n in numbers.items() if re.search(what, name))
+        return any(type(n) is int and n == value for n, value in said)
 
 
 def number(config: Any, name: str) -> int | None:

@@ -244,7 +244,7 @@ class _Drafting:
                 for split in each.split:  # by all names under which it is tied
                     self.split |= dict.fromkeys(self.facts.ties[self.facts.model.get_parameter(split.name)], split.dim)
                 self.partial |= set(each.partial)
-            if region.width > 1 and not self.facts.query:
+            if region.width > 1 and not self.facts.counts(region):
                 self.draft.heads.add(region.units)
         return covered
 

@@ -68,12 +68,13 @@ class _Wording:
         self.place, self.region, self.entered = place, region, entered
         self.by_heads = region.width > 1
         self.names = [column.name for column in region.columns]
-        self.heads = self._counted() if self.by_heads and not facts.query else ""
+        self.counted = facts.counts(region)
+        self.heads = self._own_count() if self.by_heads and not self.counted else ""
 
     def words(self) -> Worded | str:
         """Return the rules."""
         region, found = self.region, Worded(self.region, self.place)
-        if self.by_heads and not self.facts.query and not self.heads:
+        if self.by_heads and not self.counted and not self.heads:
             return f"no attribute counts its {region.units} heads"
         columns: list[str] = []
         kv: list[str] = []
@@ -120,7 +121,7 @@ class _Wording:
                 found.split.append(split)  # or in another block, which hands on what it makes of it
         for norm, linear in self.facts.norms.items():
             if linear in self.names:
-                if not self.facts.query:
+                if not self.counted:
                     return f"{self._short(norm)} is over all heads, which no check counts"
                 of = ', of="key"' if _one(self._short(linear)) in kv else ""
                 eps = rms_eps(self.modules[norm])
@@ -135,7 +136,7 @@ class _Wording:
     def _shorts(self, names: list[str]) -> list[str]:
         return [self._short(name) for name in names]
 
-    def _counted(self) -> str:
+    def _own_count(self) -> str:
         """Return the attribute, from the block, that counts the units of the region; one of its configuration last."""
         above = common([*self.names, self.region.row])
         holders = [path for path in self.modules if path == above or path.startswith(f"{above}.")]
@@ -153,7 +154,7 @@ class _Wording:
     def _column(self, column: Column) -> tuple[str, bool]:
         """Return what ``col=`` or ``kv=`` says of a column linear, if anything can, and whether it is ``kv=``."""
         plain, width = _one(self._short(column.name)), self.region.width
-        groups = self.facts.groups if self.by_heads and self.facts.query else 1
+        groups = self.facts.groups if self.counted else 1
         head, uneven = divmod(width, groups)
         equal = len(set(column.sizes)) == 1
         match column.runs:
@@ -253,7 +254,7 @@ class _Wording:
 
     def _numbers(self) -> list[tuple[str, str]]:
         """Return a rule for each number that the forward reads and of which a rank has a part."""
-        region, groups = self.region, self.facts.groups if self.facts.query else 1
+        region, groups = self.region, self.facts.groups if self.counted else 1
         above = common(self.names)
         widths = {region.units * region.width, *(region.units * column.each for column in region.columns)}
         widths -= {region.units, region.width, *(column.each for column in region.columns)}
@@ -273,8 +274,9 @@ class _Wording:
     def _counts(self, name: str, value: int) -> bool:
         """Tell whether a number counts heads: those of the configuration, or any among which a unit is divided."""
         units, width = self.region.units, self.region.width
-        if "head" not in name or "dim" in name or self.facts.query or value <= units:
-            return "head" in name and "dim" not in name and value in {units * self.facts.groups, units}
+        if "head" not in name or "dim" in name or self.counted or value <= units:
+            groups = self.facts.groups if self.counted else 1
+            return "head" in name and "dim" not in name and value in {units * groups, units}
         return "size" not in name and units * width % value == value % units == 0
 
 
