@@ -263,8 +263,8 @@ _SLEEPY = frozenset(
     {functional.relu, functional.relu_, functional.relu6, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 )
 _FLAT = frozenset(
-    {functional.softmax, torch.softmax, Tensor.softmax, functional.gelu, functional.silu, functional.sigmoid}
-    | {torch.sigmoid, Tensor.sigmoid, functional.tanh, torch.tanh, Tensor.tanh, functional.softplus}
+    {functional.softmax, torch.softmax, Tensor.softmax, functional.gelu, functional.silu, functional.sigmoid, torch.exp}
+    | {torch.sigmoid, Tensor.sigmoid, functional.tanh, torch.tanh, Tensor.tanh, functional.softplus, Tensor.exp}
 )
 
 

@@ -42,7 +42,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"q_lora_rank", 12),
     (r"kv_lora_rank|laurel_rank", 10),
     (
-        r"\w*(en|de)coder_ffn_dim|(en|de)coder_intermediate_size|dim_feedforward|ffn_dim|ffn_hidden_size|(dense_)?intermediate_size(_mlp)?|d_?ff|dim_ff|d_inner|mlp_dim|n_inner",
+        r"\w*(en|de)coder_ffn_dim|(en|de)coder_intermediate_size|dim_feedforward|ffn_dim|(en|de)coder_linear_units|ffn_hidden_size|(dense_)?intermediate_size(_mlp)?|d_?ff|dim_ff|d_inner|mlp_dim|n_inner",
         "inner",
     ),
     (
@@ -77,7 +77,7 @@ _SMALL: tuple[tuple[str, str | int], ...] = (
     (r"num_latents|resampler_n_latents|chroma_length|canvas_length", 8),
     (r"num_mel_bins|n_mel_bins|model_in_dim", 16),
     (r"num_conv_pos_embeddings", 4),
-    (r"base_channels|upsample_initial_channel", 32),
+    (r"base_channels|upsample_initial_channel|\w+_(predictor_channels|postnet_units)", 32),
 )
 # Sizes that may be lists, one for each stage.
 _STAGES: tuple[tuple[str, tuple[int, ...]], ...] = (
@@ -150,12 +150,10 @@ def small_model(
     reasons, found = dict[str, None](), []
     for way in ways(sizes or {}, config):
         try:
-            found.append(_with_all_kinds(model_class, config, way, whole, generating))
-        except Exception as error:
-            reasons[_said(error)] = None
-            continue
-        try:
-            return _small_called(model_class, *found[-1], seed)
+            small = _with_all_kinds(model_class, config, way, whole, generating)
+            if small not in found:  # another way may come to the same
+                found.append(small)
+                return _small_called(model_class, *small, seed)
         except Exception as error:
             reasons[_said(error)] = None
     for settings, dropouts in found:  # which could not be called with images or sounds
@@ -218,12 +216,15 @@ def _with_all_kinds(
     model_class: Any, config: Any, way: Way, whole: set[str], generating: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the settings with the fewest layers that have all kinds of modules that the whole model has."""
-    least: int | None = None
+    least, last = None, dict[str, Any]()
     for count in (2, 3, 4, 5, 6, 8):
         try:
             settings, dropouts = _settings(config, way, count, {})
             settings |= _widths(config, settings, way.sizes["width"]) if way.apart else {}
             settings |= _of_head(model_class, settings, config, generating)
+            if settings == last:
+                continue
+            last = settings
             model = _on_meta(model_class, type(config)(**copy.deepcopy(settings)))
             if turned := with_sections(model, settings):
                 model = _on_meta(model_class, type(config)(**copy.deepcopy(turned)))
