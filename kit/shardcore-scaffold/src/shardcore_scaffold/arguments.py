@@ -114,7 +114,8 @@ def completed(found: Mapping[str, Any], makes: Any) -> Iterator[dict[str, Any]]:
             token = getattr(makes.config, f"{mark}_token_id", None)
             if isinstance(token, int) and rows.shape[-1] > at + 2:
                 rows[..., at + 1] = token
-    yield more
+    if more.keys() != found.keys() or (rows is not None and not torch.equal(rows, found["input_ids"])):
+        yield more
     if rows is not None and "input_features" in more:  # a word for each feature
         text = ("input_ids", "attention_mask", "labels")
         yield more | {name: more[name][..., :-1] for name in text if name in more}
