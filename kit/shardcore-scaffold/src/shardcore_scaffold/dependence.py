@@ -50,13 +50,11 @@ class Source:
     """What the input of a linear is made of, with no other linear in between.
 
     Attributes:
-        name: of a linear, or of a parameter.
-        dim: None for the output features of a linear, else a dim of the parameter.
-        pattern: (input features, output features or entries of that dim), True where one depends on the other.
+        name: of a linear.
+        pattern: (input features, output features), True where one depends on the other.
     """
 
     name: str
-    dim: int | None
     pattern: Tensor
 
 
@@ -87,28 +85,29 @@ class Dependence:
         return found | ({""} if name in self.returned else set())
 
     def sources(self, row: str, names: Collection[str]) -> list[Source]:
-        """Return of which linears and parameters ``names`` the input features of the linear ``row`` are made.
+        """Return of which output features of the linears ``names`` the input features of the linear ``row`` are made.
 
         Features that follow each other are one where the first of them is made of all that they are made of: none of
         them can be split from the others. Empty if the first feature is made of all features of all these linears.
         """
         every = torch.eye(self.linears[row].product.in_features)
-        leaves = [(name, leaf) for name in names for leaf in self._leaves(name)]
-        outputs = [each for each in leaves if each[0] in self.linears]
+        outputs = [(name, leaf) for name in names for leaf in self.linears[name].outputs]
         first = self._asked(row, outputs, every[:1]).values()
         if all(pattern.all() for pattern in first):
             return []
         many = max((pattern.numel() // int(pattern.sum()) for pattern in first if pattern.any()), default=1)
         runs = every[:, None] if len(every) % many else every.reshape(many, len(every) // many, -1)
-        found = self._asked(row, leaves, runs.sum(1))
+        found = self._asked(row, outputs, runs.sum(1))
         firsts = self._asked(row, outputs, runs[:, 0]) if runs.shape[1] > 1 else {}
         if any(not torch.equal(found[key], pattern) for key, pattern in firsts.items()):
-            found = self._asked(row, leaves, every)
-        sources = []
-        for (name, dim), pattern in found.items():
-            place = None if name in self.linears else dim + self._parameters[name].ndim
-            sources.append(Source(name, place, pattern.repeat_interleave(len(every) // len(pattern), 0)))
-        return sources
+            found = self._asked(row, outputs, every)
+        return [Source(name, p.repeat_interleave(len(every) // len(p), 0)) for (name, _), p in found.items()]
+
+    def parameters(self, row: str, labels: Tensor, names: Collection[str]) -> dict[tuple[str, int], Tensor]:
+        """Return, for each dim of parameters, which units that ``row`` reads depend on its entries, as `patterns`."""
+        leaves = [(name, self._parameters[name]) for name in names]
+        found = self._asked(row, leaves, functional.one_hot(labels).T.float())
+        return {(name, dim + self._parameters[name].ndim): own[labels] for (name, dim), own in found.items()}
 
     def patterns(self, row: str, labels: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return, for each dim of some tensors of equal shape, which units that ``row`` reads depend on its entries.
@@ -125,7 +124,7 @@ class Dependence:
             for name, leaf in leaves
             for dim in range(-1 if name in self.linears else -leaf.ndim, 0)
         }
-        for given in (given for given in self.linears[row].inputs if given.requires_grad):
+        for given in (given for given in self.linears[row].inputs if leaves and given.requires_grad):
             for some, touched in _touched(given, groups, [leaf for _, leaf in leaves]):
                 for (name, dim), pattern in found.items():
                     for own in (
@@ -133,9 +132,6 @@ class Dependence:
                     ):
                         pattern[some] |= own.movedim(dim, 1).flatten(2).any(2) if own.ndim > 2 else own
         return found
-
-    def _leaves(self, name: str) -> Sequence[Tensor]:
-        return self.linears[name].outputs if name in self.linears else [self._parameters[name]]
 
 
 def _touched(

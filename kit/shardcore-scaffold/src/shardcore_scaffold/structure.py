@@ -120,8 +120,7 @@ def _region(dependence: Dependence, row: str, allowed: set[str]) -> Region | str
     past = [name for name, is_own in names.items() if not is_own]
     if len(past) == len(names):
         return "what it is made of is read elsewhere too"
-    sources = dependence.sources(row, [*(n for n in names if names[n]), *sorted(reads - names.keys())])
-    own = [source for source in sources if source.dim is None]
+    own = dependence.sources(row, [name for name in names if names[name]])
     labels = _units([s.pattern for s in own])
     if own and _count(labels) == 1 and len(own) > 1:
         for left in own:
@@ -143,9 +142,9 @@ def _region(dependence: Dependence, row: str, allowed: set[str]) -> Region | str
             return f"the output features of {source.name} do not fall into groups of equal size"
         columns.append(column)
     region = Region(row, columns, units, width, past=past, labels=labels)
-    for name in dict.fromkeys(s.name for s in sources if s.dim is not None):
-        dims = [s for s in sources if s.name == name]
-        dim = next((s.dim for s in dims if region.belongs(s.pattern)), None)
+    asked = dependence.parameters(row, labels, sorted(reads - names.keys()))
+    for name in dict.fromkeys(name for name, _ in asked):
+        dim = next((dim for (own_name, dim), p in asked.items() if own_name == name and region.belongs(p)), None)
         if dim is None:
             region.partial.append(name)
         else:
