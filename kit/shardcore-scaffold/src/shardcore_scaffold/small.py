@@ -206,8 +206,12 @@ def _on_meta(model_class: Any, config: Any) -> nn.Module:
 
 
 def _kinds(model: nn.Module) -> set[str]:
-    """Return the kinds of modules and parameters of a model: names and classes, without numbers."""
+    """Return the kinds of modules and parameters of a model: names and classes, without numbers.
+
+    What drops something in training, or passes it on, is none: a small copy drops nothing.
+    """
     named = [(name, type(module).__name__) for name, module in model.named_modules()]
+    named = [(name, kind) for name, kind in named if "Drop" not in kind and kind != "Identity"]
     named += [(name, "") for name, _ in model.named_parameters()]
     return {f"{re.sub(r'[0-9]+', 'N', name)} {kind}" for name, kind in named}
 
