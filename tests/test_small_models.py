@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from shardcore.errors import ConfigError
 from shardcore_testing import Case, Supports
 from shardcore_testing.checks import examine
 from shardcore_testing.islands import in_float64
@@ -129,6 +130,20 @@ def test_feature_maps_are_as_large_as_the_images_of_the_small_copy() -> None:
 
 
 @pytest.mark.nightly
+def test_no_settings_and_no_call_are_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    class Backbone(transformers.ResNetBackbone):
+        def forward(self, pixel_values: torch.Tensor) -> None:
+            tried.append(f"{self.config.to_json_string()} {tuple(pixel_values.shape)}")
+            raise ValueError("it takes no images")
+
+    with pytest.raises(ConfigError, match="it takes no images"):
+        small_model(Backbone, transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16] * 4, depths=[1] * 4))
+    assert len(tried) > 1
+    assert len(set(tried)) == len(tried)
+
+
 def test_a_small_model_was_never_called() -> None:
     model = small_model(transformers.LevitModel).model  # keeps the biases of its attention that it looked up
     assert not any(module.attention_bias_cache for module in model.modules() if hasattr(module, "attention_bias_cache"))

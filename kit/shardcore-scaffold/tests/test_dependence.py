@@ -228,6 +228,27 @@ def test_a_residual_is_seen():
     assert "inner" not in dependence.residual
 
 
+class Repeated(nn.Module):
+    """Repeats each token as many times as the exponential of what a linear says of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.durations, self.out = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.out(states.repeat_interleave(self.durations(states).exp().long().flatten(), 0))
+
+
+def test_lengths_that_grow_exponentially_stay_short():
+    model = Repeated()
+    nn.init.constant_(model.durations.weight, 0.0)
+    nn.init.constant_(model.durations.bias, 9.0)
+    states = torch.randn(2, WIDTH)
+    assert len(model(states)) == 2 * 8103
+    (given,) = dependence_of(model, lambda m: m(states)).linears["out"].inputs
+    assert 2 < len(given) < 50
+
+
 def test_numbers_that_a_forward_reads():
     class Settings:
         def __init__(self) -> None:
