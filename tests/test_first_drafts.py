@@ -85,7 +85,7 @@ def test_it_is_exact(pool: WorkerPool, tmp_path, monkeypatch, name: str) -> None
         policy=f"{module}:{name}Policy",
         # A step of AdamW makes ten times as much of what rounds otherwise; so much after scores that nothing scales.
         tolerance=1e-11 if name == "LongT5ForConditionalGeneration" else 1e-12,
-        supports=Supports(sequence="sequence" in found.words, captured=found.captured),
+        supports=Supports(sequence=found.sequence, captured=found.captured),
     )
     pool.run(_look_in, str(tmp_path), world=2)
     asked = {"training": True, "sequence": case.supports.sequence, "captured": bool(found.captured)}

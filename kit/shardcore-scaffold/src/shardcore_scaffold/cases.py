@@ -156,7 +156,7 @@ def _cases(short: str, model: Any, out: Any, draft: Draft) -> Iterable[str]:
     )
     sizes = tuple(size for size in _SIZES if all(count % size == 0 for count in draft.heads))
     supports = [f"generation={bool(hasattr(model, 'can_generate') and model.can_generate())}"]
-    supports += ["sequence=True"] if "sequence" in draft.words else []
+    supports += ["sequence=True"] if draft.sequence else []
     supports += [f"captured={draft.captured!r}"] if draft.captured else []
     supports += [f"tensor_parallel={sizes!r}"] if sizes != _SIZES else []
     given = [f'name="{short}"', "build=build", "inputs=inputs"]

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcore.errors import AmbiguousPolicyError, NoPolicyError
+from shardcore.plugins.registry import default_registry
 from shardcore_scaffold.dependence import Dependence, dependence_of, made_of
 from shardcore_scaffold.reading import Numbers, reading
 from shardcore_scaffold.structure import Region, regions_of
@@ -43,6 +45,7 @@ class Facts:
         query: the name under which its configuration counts the heads of regions; empty if there is none.
         kv: the name under which it counts key/value heads.
         others: row linears of regions that have as many heads as there are keys by chance, and heads of another kind.
+        parts: models inside, by path, that are left to the packs that serve their classes: see `delegating`.
     """
 
     def __init__(self, model: nn.Module, call: Callable[[nn.Module], Any]) -> None:
@@ -67,7 +70,38 @@ class Facts:
                 self.norms = {}
         self.regions = [region for region in regions if not self._tied(region)]
         self.others: set[str] = set()
+        self.parts: dict[str, str] = {}
         self.query, self.kv = self._heads()
+
+    def delegating(self) -> Facts | None:
+        """Return what is known of the model around the models inside that packs serve; None if there are none.
+
+        Where no call reaches a model of a class, nothing is known of how it is used, and it stays as it is. Who drafts
+        a policy for a class that a pack serves wants one that is not that pack's.
+        """
+        if _pack_for(self.model):
+            return None
+        found, above = copy.copy(self), {type(self.model)}
+        found.parts = {}
+        for linear in self.dependence.linears:
+            above |= {type(self.modules[linear[:end]]) for end, sign in enumerate(linear) if sign == "."}
+        for path, module in self.modules.items():
+            held = path and type(module) in above and hasattr(module, "config") and not found.inside(path)
+            if held and (pack := _pack_for(module)):
+                found.parts[path] = pack
+        if not found.parts:
+            return None
+        found.regions, found.said, found.others = [r for r in self.regions if not found.inside(r.row)], {}, set()
+        found.query, found.kv = found._heads()
+        return found
+
+    def inside(self, path: str) -> bool:
+        """Tell whether a module is one of the `parts`, or inside of one."""
+        return any(path == part or path.startswith(f"{part}.") for part in self.parts)
+
+    def places(self, cls: str) -> set[str]:
+        """Return where modules of a class are to which the rules apply."""
+        return {path for path, m in self.modules.items() if type(m).__name__ == cls and not self.inside(path)}
 
     @property
     def groups(self) -> int:
@@ -141,6 +175,15 @@ class Facts:
         wanted = {"head": region.units * groups, "group|rep|quer|per_kv": groups}
         said = ((n, value) for what, value in wanted.items() for name, n in numbers.items() if re.search(what, name))
         return any(type(n) is int and n == value for n, value in said)
+
+
+def _pack_for(model: nn.Module) -> str:
+    """Return the distribution that serves the class of a model, and not only a base of it; empty if none does."""
+    try:
+        match = default_registry().resolve(type(model))
+    except (NoPolicyError, AmbiguousPolicyError):
+        return ""
+    return match.pack.distribution if match.cls is type(model) else ""
 
 
 def number(config: Any, name: str) -> int | None:

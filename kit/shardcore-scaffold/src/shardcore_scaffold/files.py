@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def _files(name: str, example: Example, draft: Draft) -> dict[str, str]:
         "next": _next(shardcore.__version__),
     }
     return {
-        "pyproject.toml": _distribution(values).pyproject(),
+        "pyproject.toml": _distribution(values, draft.packs).pyproject(),
         "README.md": _README.format(**values),
         "noxfile.py": _NOXFILE.format(**values),
         ".github/workflows/tests.yml": _CI,
@@ -108,14 +108,14 @@ def _files(name: str, example: Example, draft: Draft) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _distribution(values: dict[str, str]) -> Distribution:
+def _distribution(values: dict[str, str], packs: Collection[str]) -> Distribution:
     library, version = values["library"], values["version"]
     ours = ["shardcore", *(["shardcore-transformers"] if library == "transformers" else [])]
     series = f">={values['series']},<{values['next']}"
     return Distribution(
         name=values["name"],
         description=f"The {values['short']} family of {library} for shardcore",
-        dependencies=[*(f"{name}{series}" for name in ours), f"{library}{values['floor']}"],
+        dependencies=[*(f"{name}{series}" for name in ours), *sorted(packs), f"{library}{values['floor']}"],
         extras={"tested": [f"{library}=={version}"], "testing": ["shardcore-testing>=0.1,<0.2"]},
         matrix={library: [version]},
         pytest={"addopts": ["-p", "shardcore_testing.plugin"], "pythonpath": ["src"], "timeout": 600},

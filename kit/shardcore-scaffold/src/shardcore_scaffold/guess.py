@@ -27,7 +27,12 @@ from shardcore_testing.islands import in_float64
 
 @in_float64()
 def guess(
-    model: nn.Module, call: Callable[[nn.Module], Any], *, sequences: bool = True, captured: bool = True
+    model: nn.Module,
+    call: Callable[[nn.Module], Any],
+    *,
+    delegated: bool = True,
+    sequences: bool = True,
+    captured: bool = True,
 ) -> Draft:
     """Return a first draft for the class of ``model``.
 
@@ -36,6 +41,7 @@ def guess(
     Args:
         model: small, on the CPU in float64, with random parameters and without dropout.
         call: calls it and returns what it returns.
+        delegated: leave models inside to the packs that serve them, if what these say of them fits.
         sequences: say between which modules activations may be split along the sequence, if they may.
         captured: gather what the model can be asked for, as far as a rule is found that does.
 
@@ -45,10 +51,22 @@ def guess(
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)  # the same draft in every process
         facts = Facts(model, call)
+        around = facts.delegating() if delegated else None
+        if around is not None and (parted := _around(around)):
+            return parted
         draft = _with_sequences(facts) if sequences else _guess(facts)
         if captured:
             add_captured(draft, facts)
         return draft
+
+
+def _around(facts: Facts) -> Draft | None:
+    """Return a draft that leaves models inside to their packs; None if it does not fit, or not all that it says."""
+    try:
+        draft = _with_sequences(facts)
+    except ConfigError:
+        return None
+    return draft if add_captured(draft, facts) else None
 
 
 _STACKED = 3  # dims of several matrices in one parameter
@@ -120,6 +138,7 @@ def _with_sequences(facts: Facts) -> Draft:
             continue
         problem = add_sequences(draft, facts) or _misfit(facts, draft, enable_sequence_parallelism=True)
         if not problem:
+            draft.sequence = True
             return draft
         why = why or problem
     plain.doubts.append(f"no sequence parallelism: {why[:300]}")
@@ -146,9 +165,10 @@ class _Drafting:
         captured: int | Literal["whole"] | None = "whole",  # what is done with mixtures of experts
         entered: bool = False,  # modules of heads are entered, also with one column linear, which could by itself
     ) -> None:
-        self.facts, self.modules, self.without, self.captured = facts, facts.modules, without, captured
+        self.facts, self.without, self.captured = facts, without, captured
+        self.modules = {path: module for path, module in facts.modules.items() if not facts.inside(path)}
         self.entered = entered
-        self.draft = Draft()
+        self.draft = Draft(packs=set(facts.parts.values()))
         if facts.query:
             kv = f', kv="{facts.kv}"' if facts.kv else ""
             self.draft.checks = f'(Heads("{facts.query}"{kv}),)'
@@ -157,7 +177,7 @@ class _Drafting:
         self.blocks: set[str] = set()
         self._add_blocks()
         self.draft.lists = lists_of(facts.model, self.blocks)
-        self.draft.stages = stages_of(facts.model, self.draft.lists)
+        self.draft.stages = stages_of(facts.model, (*self.draft.lists, *facts.parts))
         add_outside(self.draft, facts, self.blocks, split=self.split, partial=self.partial, tables=tables)
 
     def _add_blocks(self) -> None:

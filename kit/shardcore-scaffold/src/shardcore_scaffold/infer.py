@@ -8,6 +8,7 @@ the parameters of a model of this configuration), ``whole`` (the largest parts t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_flatten
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, ShardcoreError
+from shardcore.plugins.registry import default_registry
 from shardcore_scaffold.calls import like
 from shardcore_scaffold.draft import Draft, policy_of, source
 from shardcore_scaffold.guess import guess
@@ -79,13 +81,19 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
             f"what a small {name} computes could not be followed: {type(error).__name__}: {error}. Draft a policy from "
             "an example, and complete it: shardcore new-pack NAME --example module:function"
         ) from error
-    split, proof = _split(small.model, draft), ""
+    proof, problems = "", dict[str, str]()
+    if proved and draft.packs:  # what packs say holds of all, or it is found out anew
+        with contextlib.suppress(ConfigError):
+            proof, problems = _proof(module, name, config, draft, small.inputs)
+        if problems or not proof:
+            draft, proof = guessed(delegated=False), ""
+    split = _split(small.model, draft)
     if not split:
         raise ConfigError(f"nothing of a small {name} could be split: {'; '.join(dict.fromkeys(draft.doubts))}")
-    if proved:
+    if proved and not proof:
         proof, problems = _proof(module, name, config, draft, small.inputs)
         if problems:  # the same without what differs
-            draft = guessed(**{_LEFT_OUT[section][0]: False for section in problems})
+            draft = guessed(delegated=False, **{_LEFT_OUT[section][0]: False for section in problems})
             draft.doubts += [f"{_LEFT_OUT[section][1]}: {problem}" for section, problem in problems.items()]
     found, whole = shares(type(small.model), config, split)
     text = source(type(small.model), draft)
@@ -114,9 +122,8 @@ def _small(module: str, name: str, config: str) -> Small:
 
 def _split(model: nn.Module, draft: Draft) -> set[str]:
     """Return the names of the parameters that a draft splits, with ``N`` for all numbers."""
-    plan = compile_plan(
-        policy_of(type(model), draft), model, ShardConfig.of(tp=_RANKS).resolve(_RANKS), device_type="cpu"
-    )
+    config, delegates = ShardConfig.of(tp=_RANKS).resolve(_RANKS), default_registry().policy_for
+    plan = compile_plan(policy_of(type(model), draft), model, config, device_type="cpu", delegates=delegates)
     return {_alike(p.name) for p in plan.parameters if p.layout and not p.layout.placement.is_replicate()}
 
 
@@ -148,7 +155,7 @@ def _proof(module: str, name: str, config: str, draft: Draft, inputs: Mapping[st
         ConfigError: training differs.
     """
     cls = getattr(importlib.import_module(module), name)
-    further = [*(["sequence"] if "sequence" in draft.words else []), *(["captured"] if draft.captured else [])]
+    further = [*(["sequence"] if draft.sequence else []), *(["captured"] if draft.captured else [])]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "shardcore_inferred_policy.py").write_text(source(cls, draft))
         sys.path.insert(0, folder)  # which the ranks take over

@@ -100,7 +100,7 @@ def _found(facts: Facts) -> Iterator[Mixture]:
     for path, module in facts.modules.items():
         own = {name: p for name, p in module._parameters.items() if p is not None}
         above = path.rpartition(".")[0]
-        if not _are_experts(own) or facts.owner(path) is None:
+        if not _are_experts(own) or facts.owner(path) is None or facts.inside(path):
             continue
         count = own["down_proj"].shape[0]
         routers = [

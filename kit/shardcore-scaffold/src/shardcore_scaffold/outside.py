@@ -48,18 +48,23 @@ class _Outside:
         partial: Collection[str],
         tables: bool,
     ) -> None:
-        self.draft, self.modules, self.ties, self.blocks = draft, facts.modules, facts.ties, blocks
+        self.draft, self.facts, self.modules, self.ties, self.blocks = draft, facts, facts.modules, facts.ties, blocks
         self.split, self.partial = split, partial
         sizes = _vocabularies(getattr(facts.model, "config", None)) or self._scored() if tables else set()
         if tables and not sizes and any(isinstance(module, nn.Embedding) for module in self.modules.values()):
             draft.doubts.append("embeddings and heads are whole: no vocab_size and no head says which have the words")
         self.tables = {name for name, module in self.modules.items() if self._is_table(name, module, sizes)}
-        self.within = {type(module) for path, module in self.modules.items() if self._inside(path)}
+        within = (path for path in self.modules if self._inside(path) and not facts.inside(path))
+        self.within = {type(self.modules[path]) for path in within}
 
     def add(self) -> None:
         """Add the rules, under the class of the innermost module whose rules mean nothing else."""
         rules: dict[tuple[str, str, str], set[str]] = defaultdict(set)
         biases = {id(self.modules[table]._parameters.get("bias")) for table in self.tables}
+        for path in self.facts.parts:
+            owner = self._named_from(path)
+            text = f'delegate("{path[len(owner) + 1 if owner else 0 :]}"),'
+            rules[type(self.modules[owner]).__name__, "delegate", text].add(owner)
         for path, module in self.modules.items():
             own = {name: p for name, p in module._parameters.items() if p is not None}
             if not own or self._inside(path):
@@ -78,8 +83,7 @@ class _Outside:
                     found = self._used(full, name) or ("replicate", f'replicate("{name}"),')
                     rules[(type(self.modules[owner]).__name__, *found)].add(owner)
         for (cls, word, text), owners in rules.items():
-            everywhere = {path for path, module in self.modules.items() if type(module).__name__ == cls}
-            self.draft.add(cls, word, text if owners == everywhere else optional(text))
+            self.draft.add(cls, word, text if owners == self.facts.places(cls) else optional(text))
 
     def _used(self, path: str, name: str) -> tuple[str, str] | None:
         """Return the rule for a parameter, or a module with one, outside of the blocks in which it is used."""
@@ -118,7 +122,8 @@ class _Outside:
         return {size for size in found if size > _WORDS and not hasattr(self.modules[""], "config")}
 
     def _inside(self, path: str) -> bool:
-        return any(path == block or path.startswith(f"{block}.") for block in self.blocks)
+        inside = any(path == block or path.startswith(f"{block}.") for block in self.blocks)
+        return inside or self.facts.inside(path)
 
     def _is_table(self, name: str, module: nn.Module, sizes: set[int]) -> bool:
         """Tell whether a module has a row for each word, and can be split with all that its weight is tied to."""

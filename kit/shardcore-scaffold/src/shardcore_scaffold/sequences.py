@@ -21,7 +21,7 @@ from shardcore_scaffold.outside import leaf
 
 def add_sequences(draft: Draft, facts: Facts) -> str:
     """Add the rule for each list of blocks of a draft, or none of them; return why there is none, or an empty text."""
-    if not draft.lists:
+    if not draft.lists and not facts.parts:
         return "there is no list of blocks"
     owners = [path.rpartition(".")[0] for path in draft.lists]
     if len(set(owners)) < len(owners):
@@ -42,8 +42,7 @@ def add_sequences(draft: Draft, facts: Facts) -> str:
             return f"the stacks of class {cls_name} end differently"
     for cls_name, texts in rules.items():
         (text,) = set(texts.values())
-        everywhere = {path for path, module in facts.modules.items() if type(module).__name__ == cls_name}
-        draft.add(cls_name, "sequence", text if everywhere == texts.keys() else optional(text))
+        draft.add(cls_name, "sequence", text if facts.places(cls_name) == texts.keys() else optional(text))
     return ""
 
 
