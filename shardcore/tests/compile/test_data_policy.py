@@ -201,7 +201,7 @@ WRONG = [
     (Leaking, PAIR, "depends on features of other ranks, or on their number", "region"),
     (Fixed, QKV, "depends on features of other ranks, or on their number", "region"),
     (lambda: Attention(head_dim=3), QKV, "its head_dim count no heads in the 8 features", "region"),
-    (lambda: Attention(fused=True, head_dim=2), FUSED, "layers.0.qkv (24) are not queries, keys and", "region"),
+    (lambda: Attention(fused=True, head_dim=2), FUSED, "layers.0.qkv (24) are not each queries, keys or", "region"),
     (lambda: Attention(head_dim=2, num_heads_per_core=4), QKV, "what num_heads_per_core, which it reads, is", "region"),
     (lambda: Attention(head_dim=2, n_rep=2), QKV, "what n_rep, which it reads, is on one rank", "region"),
     (lambda: FromElsewhere(head_dim=2), QKV, "what num_heads, which it reads, is on one rank", "region"),

@@ -117,6 +117,9 @@ def test_a_plan_says_what_is_exchanged():
 def test_columns_by_heads_may_be_of_any_width():
     plan = _plan(col="attention.qkv", model=_model(fused=42))
     assert {p.name: p.layout for p in plan.parameters}["attention.qkv.weight"] == ShardedLayout(0)
+    (what,) = _problems(col="attention.qkv", model=_model(fused=72))
+    assert what == "it has out_features 72, attention.out in_features 24: several projections, in what order?"
+    _plan(col=segments("attention.qkv", 3, by="head"), model=_model(fused=72))
     (what,) = _problems(col="attention.qkv", model=_model(fused=40))
     assert what == "its 40 output features are not whole heads: the configuration counts 6"
     (what,) = _problems(col="attention.qkv", model=_model(fused=42, width=22))

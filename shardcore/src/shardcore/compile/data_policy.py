@@ -217,7 +217,7 @@ class _Words:
             why = elsewhere or mixed(module, columns, last, self.ranks)
         if why is not None:
             todo = "give the block a rule region(enter=, col=, row=); an attention's also has heads=, beside a rule "
-            todo += "attribute(name, per_rank) for the number of heads that it reads"
+            todo += "attribute(name, per_rank) for their number, and segments(...) for several projections in a linear"
             self.unfit(owner, said, f"{type(module).__name__} cannot be cut by that: {why}", todo)
             return
         block = next(outer for outer in above(last.path) if is_in(columns[0].path, outer))
@@ -252,7 +252,7 @@ class _Words:
         kv = min(column.sizes.out_features for column in columns) // size
         if not kv or query % kv or any(c.sizes.out_features not in (query * size, kv * size) for c in columns):
             named = ", ".join(f"{c.path} ({c.sizes.out_features})" for c in columns)
-            return f"{named} are not queries, keys and values of {query} heads with {size} features"
+            return f"{named} are not each queries, keys or values of {query} heads with {size} features"
         whole = HeadCounts(query=query, kv=kv, ranks=1)
         # Numbers that are something else than their names say, or that no name says, and what is read from elsewhere.
         unknown = [n for n, v in numbers.items() if n in _COUNTS and _COUNTS[n](whole) != v]

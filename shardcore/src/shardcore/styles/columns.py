@@ -29,6 +29,7 @@ class RegionSizes:
     Attributes:
         by_heads: it is cut between attention heads, not between any two columns.
         heads: the numbers of heads; None where the region is cut between columns, or they are not known.
+        alone: one linear computes all that the row linear reads.
         inference_only: as the configuration says.
     """
 
@@ -36,6 +37,7 @@ class RegionSizes:
     width: int
     by_heads: bool
     heads: HeadCounts | None
+    alone: bool
     inference_only: bool
 
 
@@ -90,11 +92,13 @@ class Fused(Column):
         size = linear.out_features
         if (self.by != "head" or not cut.by_heads) and size != self.segments * cut.width:
             many = f" in {self.segments} segments" if self.segments > 1 else ""
-            what = (
-                f"it has out_features {size}{many}, but {cut.row} at the end of its region has in_features "
-                f"{cut.width}; equal sizes are needed so that both are cut at the same places"
-            )
+            what = f"it has out_features {size}{many}, but {cut.row} at the end of its region has in_features "
+            what += f"{cut.width}; equal sizes are needed so that both are cut at the same places"
             yield what, "check which linears belong to this region"
+        elif cut.alone and self.segments == 1 and size > cut.width and size % cut.width == 0:
+            what = f"it has out_features {size}, {cut.row} in_features {cut.width}: several projections, in what order?"
+            many = f"segments({self.name!r}, {size // cut.width}, by="
+            yield what, f'say {many}"projection") for [q|k|v], or {many}"head") for [q0 k0 v0|q1 k1 v1|...]'
         if cut.by_heads and cut.heads is not None:
             count = cut.heads.query if self.of == "query" else cut.heads.kv
             if size % count:
@@ -140,8 +144,8 @@ class FusedHeads(Column):
             many = f"{wanted} features" if sizes else f"{len(whole)} heads of one size"
             what = (
                 f"its {linear.out_features} output features are not {', '.join(self.order.roles)} of {cut.heads.query} "
-                f"query and {cut.heads.kv} key/value heads: that would be {many}"
             )
+            what += f"query and {cut.heads.kv} key/value heads: that would be {many}"
             yield what, "check the roles of segments(...), and Heads(...) in the policy's checks"
 
     @override

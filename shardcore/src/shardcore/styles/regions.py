@@ -190,15 +190,12 @@ class RegionRule(Rule):
             width=linears[self.row].in_features,
             by_heads=self.by_heads,
             heads=self._heads(scope) if self.by_heads else None,
+            alone=len(self.columns) == 1,
             inference_only=scope.config.inference_only,
         )
         columns = (*self.columns, *self.channels)
-        lacks = [lack for column in columns if (lack := column.without(cut))]
-        for what, todo in lacks:
-            scope.problem(what, todo)
-        if lacks:
-            return None
-        misfits = [(c.name, *misfit) for c in columns for misfit in c.misfits(linears[c.name], cut)]
+        misfits = [("", *lack) for c in columns if (lack := c.without(cut))]
+        misfits = misfits or [(c.name, *misfit) for c in columns for misfit in c.misfits(linears[c.name], cut)]
         if cut.heads is not None and cut.width % cut.heads.query:
             what = f"its {cut.width} input features are not whole heads: the configuration counts {cut.heads.query}"
             misfits.append((self.row, what, "check Heads(...) in the policy's checks, or unit="))
