@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from shardcore.compile import compile_plan
 from shardcore.config import ShardConfig
+from shardcore.errors import PlanError
+from shardcore.plan.shard_plan import ShardPlan
+from shardcore.plugins.registry import default_registry
 from shardcore_planner.communication import collectives, gathers_of_heads
 from shardcore_scaffold.draft import Draft, policy_of
+from shardcore_testing.cases import Supports
 
-_SIZES = (1, 2, 4)
+_SIZES = (1, 2, 3, 4)
 _WIDTH = 120
 
 
@@ -38,7 +42,7 @@ def cases(
         inputs: the arguments of one call.
         draft: the policy.
         settings: the fields of its configuration that make it small; None for a model without one.
-        dropouts: those that are dropouts.
+        dropouts: those that are dropouts; of a model without one, whether it has any that ``origin`` sets.
         origin: ``module:function`` that makes the model and its arguments, for one without a configuration.
         text: the model can be called with what `shardcore_testing.text_batch` makes for it.
     """
@@ -46,7 +50,7 @@ def cases(
     text = settings is not None and "input_ids" in inputs and "decoder_input_ids" not in inputs and text
     with torch.no_grad():
         out = model(**inputs)
-    no_loss = not (isinstance(out, Mapping) and "loss" in out)
+    loss, of_loss = _loss(out)
     lines = [
         '"""The tiny models on which the conformance kit tests this pack."""',
         "",
@@ -59,16 +63,48 @@ def cases(
     ]
     if settings is not None:
         lines.append(f"from {cls.__module__} import {cls.__name__}")
-        kit = f"Case, Supports{', hidden_loss' if no_loss else ''}{', text_batch' if text else ''}, tiny"
+        kit = ["tiny", *(["text_batch"] if text else [])]
     else:
         module, _, function = origin.partition(":")
         lines.append(f"from {module} import {function}")
-        kit = "Case, Supports" + (", hidden_loss" if no_loss else "")
-    lines += ["", f"from shardcore_testing import {kit}", "", '__all__ = ["cases"]', ""]
+        kit = ["randomized"]
+    names = ", ".join(["Case", "Supports", *sorted({*kit, *([of_loss] if of_loss else [])})])
+    lines += ["", f"from shardcore_testing import {names}", "", '__all__ = ["cases"]', ""]
     lines += _build(cls, settings, dropouts, origin)
     lines += ["", "", *_inputs(cls, inputs, settings, text, origin)]
-    lines += ["", "", *_cases(short, model, out, draft)]
+    if loss not in ("", of_loss):
+        about = '    """Return the loss of what a call returned."""'
+        lines += ["", "", "def loss(out: Any) -> Tensor:", about, f"    return {loss}"]
+    live = settings is not None or bool(dropouts)
+    lines += [
+        "",
+        "",
+        *_cases(short, model, out, draft, loss=of_loss if loss == of_loss else loss and "loss", live=live),
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _loss(out: Any) -> tuple[str, str]:
+    """Return the loss of what a model returned, as an expression of ``out``, and what of the kit it needs.
+
+    Both are empty where the output ``loss`` is one, and the same where a function of the kit is.
+    """
+    if isinstance(out, Mapping):
+        numbers = [f'out["{name}"]' for name, value in out.items() if _is_number(value)]
+        hidden = "last_hidden_state" in out or not numbers
+        return ("", "") if "loss" in out else ("hidden_loss",) * 2 if hidden else _mean(numbers)
+    if isinstance(out, list | tuple):
+        first = bool(out) and _is_number(out[0]) and out[0].ndim == 0
+        return ("out[0]", "") if first else _mean([f"out[{at}]" for at, value in enumerate(out) if _is_number(value)])
+    return ("weighted_mean",) * 2 if _is_number(out) else ("hidden_loss",) * 2
+
+
+def _mean(numbers: Sequence[str]) -> tuple[str, str]:
+    return f"weighted_mean({', '.join(numbers)})", "weighted_mean"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _build(
@@ -78,8 +114,8 @@ def _build(
         return [
             "",
             "def build(**options: Any) -> nn.Module:",
-            '    """Return a small model with the same parameters in every process."""',
-            f"    return {origin.partition(':')[2]}(**options)[0]",
+            '    """Return a small model whose every parameter is random, the same in every process."""',
+            f"    return randomized({origin.partition(':')[2]}(**options)[0])",
         ]
     shown = "\n".join(
         [
@@ -147,21 +183,23 @@ def _shape(value: Tensor) -> str:
     return ", ".join(map(str, value.shape))
 
 
-def _cases(short: str, model: Any, out: Any, draft: Draft) -> Iterable[str]:
+def _cases(short: str, model: Any, out: Any, draft: Draft, *, loss: str, live: bool) -> Iterable[str]:
     named = out.items() if isinstance(out, Mapping) else ()
     outputs = tuple(
         name
         for name, value in named
         if isinstance(value, Tensor) and (name == "last_hidden_state" or name.endswith("logits"))
     )
-    sizes = tuple(size for size in _SIZES if all(count % size == 0 for count in draft.heads))
+    sizes = [size for size in _SIZES if all(count % size == 0 for count in draft.heads)]
+    sizes = [size for size in sizes if _plan(model, draft, size)]
     supports = [f"generation={bool(hasattr(model, 'can_generate') and model.can_generate())}"]
     supports += ["sequence=True"] if draft.sequence else []
+    supports += [] if hasattr(model, "gradient_checkpointing_enable") else ["checkpointing=False"]
+    supports += [] if live else ["dropout=False"]
     supports += [f"captured={draft.captured!r}"] if draft.captured else []
-    supports += [f"tensor_parallel={sizes!r}"] if sizes != _SIZES else []
+    supports += [f"tensor_parallel={tuple(sizes)!r}"] if tuple(sizes) != Supports().tensor_parallel else []
     given = [f'name="{short}"', "build=build", "inputs=inputs"]
-    if not (isinstance(out, Mapping) and "loss" in out):
-        given.append("loss=hidden_loss")
+    given += [f"loss={loss}"] if loss else []
     given += [f"outputs={outputs!r}"] if outputs else []
     given += [f"options={options!r}"] if (options := _options(model, draft)) else []
     if draft.lists:
@@ -170,7 +208,9 @@ def _cases(short: str, model: Any, out: Any, draft: Draft) -> Iterable[str]:
             given.append(f"collectives={cost!r}")
     whole = sorted({_within(name, draft) for name in draft.whole})
     given += [f"whole={tuple(whole)!r}"] if whole else []
-    given.append(f"supports=Supports({', '.join(supports)})")
+    line = f"supports=Supports({', '.join(supports)})"
+    inside = "".join(f"                {support},\n" for support in supports)
+    given.append(line if len(line) < _WIDTH - 14 else f"supports=Supports(\n{inside}            )")
     return [
         "def cases() -> list[Case]:",
         '    """Return the cases of this pack."""',
@@ -197,10 +237,20 @@ def _within(name: str, draft: Draft) -> str:
     return name[len(above) + 1 :].partition(".")[2] if above else name
 
 
+def _plan(model: nn.Module, draft: Draft, ranks: int) -> ShardPlan | None:
+    """Return the plan for so many ranks, if there is one."""
+    config, delegates = ShardConfig.of(tp=ranks).resolve(ranks), default_registry().policy_for
+    try:
+        return compile_plan(policy_of(type(model), draft), model, config, device_type="cpu", delegates=delegates)
+    except PlanError:
+        return None
+
+
 def _cost(model: nn.Module, draft: Draft) -> tuple[int, int] | None:
     """Return the most collectives of a block of the first list, forward and backward, as a `Case` counts them."""
-    plan = compile_plan(policy_of(type(model), draft), model, ShardConfig.of(tp=2).resolve(2), device_type="cpu")
-    above = draft.lists[0]
+    plan, above = _plan(model, draft, 2), draft.lists[0]
+    if plan is None:
+        return None
     found: dict[str, list[int]] = {}
     for collective in collectives(plan):
         if collective.where.startswith(f"{above}."):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shardcore.errors import ConfigError
 from shardcore.plugins.isolation import attempt, in_one_line
@@ -85,7 +87,17 @@ def _given(source: str) -> Example:
             f"{source} has no parameter {missing[0]!r}; it is called with seed=1, 2, ... for other arguments, and with "
             "dropout=0.1 for live dropouts"
         )
-    return Example(model.double().eval(), inputs, source=source)
+    return Example(model.double().eval(), inputs, source=source, dropouts=_live(function, inputs))
+
+
+def _live(function: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return ``("dropout",)`` if a model is built with dropouts when it is asked for them."""
+    try:
+        model = function(seed=0, dropout=0.5)[0].double().train()
+    except TypeError:  # which it cannot be
+        return ()
+    leaves = [[t for t in tree_leaves(model(**inputs)) if isinstance(t, torch.Tensor)] for _ in range(2)]
+    return () if all(map(torch.equal, *leaves)) else ("dropout",)
 
 
 def _is_text(model: nn.Module) -> bool:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import importlib_metadata
 from torch import nn
 
 import shardcore
 from shardcore.errors import ConfigError
+from shardcore.plugins.versions import installed
 from shardcore_scaffold.cases import cases
 from shardcore_scaffold.distribution import Distribution
 from shardcore_scaffold.draft import Draft, source
@@ -77,20 +77,18 @@ def _files(name: str, example: Example, draft: Draft) -> dict[str, str]:
     package = name.replace("-", "_")
     short = name.removeprefix("shard-")
     cls = type(model)
-    library = cls.__module__.partition(".")[0]
-    try:
-        version = importlib_metadata.version(library)
-    except importlib_metadata.PackageNotFoundError:
-        version = ""
+    origin = cls.__module__.partition(".")[0]
+    library = origin if installed(origin) else "torch"  # a module of one's own is tested with releases of torch
+    version = str(installed(library)).partition("+")[0]
     values = {
         "name": name,
         "package": package,
         "short": short,
         "module": cls.__module__,
         "model": cls.__name__,
+        "origin": origin,
         "library": library,
         "version": version,
-        "floor": f">={version}" if version else "",
         "series": ".".join(shardcore.__version__.split(".")[:2]),
         "next": _next(shardcore.__version__),
     }
@@ -114,8 +112,8 @@ def _distribution(values: dict[str, str], packs: Collection[str]) -> Distributio
     series = f">={values['series']},<{values['next']}"
     return Distribution(
         name=values["name"],
-        description=f"The {values['short']} family of {library} for shardcore",
-        dependencies=[*(f"{name}{series}" for name in ours), *sorted(packs), f"{library}{values['floor']}"],
+        description=f"The {values['short']} family of {values['origin']} for shardcore",
+        dependencies=[*(f"{name}{series}" for name in ours), *sorted(packs), f"{library}>={version}"],
         extras={"tested": [f"{library}=={version}"], "testing": ["shardcore-testing>=0.1,<0.2"]},
         matrix={library: [version]},
         pytest={"addopts": ["-p", "shardcore_testing.plugin"], "pythonpath": ["src"], "timeout": 600},
@@ -130,7 +128,7 @@ def _next(version: str) -> str:
 _README = """\
 # {name}
 
-The pack that teaches [shardcore](https://pypi.org/project/shardcore/) to split `{model}` of {library}
+The pack that teaches [shardcore](https://pypi.org/project/shardcore/) to split `{model}` of {origin}
 over many devices.
 
 ```
@@ -190,7 +188,7 @@ jobs:
 """
 
 _PLUGIN = '''\
-"""What this pack offers to shardcore: strings only, so that discovering it imports neither torch nor {library}."""
+"""What this pack offers to shardcore: strings only, so that discovering it imports neither torch nor {origin}."""
 
 from __future__ import annotations
 
