@@ -336,11 +336,12 @@ def test_the_losses_of_the_first_page_are_those_that_it_shows(pool, tmp_path):
 
 
 #: Blocks of Python that `test_code_runs` leaves out: fragments, whose names are the reader's; files of a pack; and
-#: those of `compat.md` and `extending.md`, which tests beside the code of these pages run.
+#: those of `compat.md`, `extending.md` and `resume.md`, which tests beside the code of these pages run.
 _SHOWN = {
     "compat.md": 7,
     "extending.md": 1,
     "packs.md": 2,
+    "resume.md": 1,
 }
 
 
@@ -349,7 +350,9 @@ def test_python_is_run(page):
     blocks = [worlds for language, _, worlds in _blocks(page) if language == "python"]
     scripts = re.findall(r"^\{\{ file examples/(\S+\.py) python \}\}$", page.read_text(encoding="utf-8"), re.M)
     assert sum(not worlds for worlds in blocks) == _SHOWN.get(_name(page), 0) + len(_tests(page)) + len(scripts)
-    run = "".join((ROOT / "tests" / "clients" / f"test_{name}.py").read_text() for name in ("examples", "launch"))
+    run = "".join(
+        (ROOT / "tests" / "clients" / f"test_{name}.py").read_text() for name in ("examples", "launch", "evaluate")
+    )
     assert [name for name in scripts if f'"{name}"' not in run and f'"examples/{name}"' not in run] == []
 
 

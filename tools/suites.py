@@ -94,6 +94,8 @@ CLIENTS: Mapping[str, Environment] = {
             *_TRAINING,
             "ray[train]==2.60.0",
             "torchao==0.18.0",
+            "lm-eval==0.4.13",
+            "torchdata==0.11.0",
         ),
     ),
     "oldest": Environment(
