@@ -100,7 +100,7 @@ def test_the_class_is_the_one_that_the_user_knows(pool, tmp_path):
 def test_no_checkpoint(tmp_path):
     done = inspect(tmp_path)
     assert done.exit_code == 1
-    assert f"error: {tmp_path} holds no complete checkpoint, nor is it one" in done.output
+    assert f"error: {tmp_path} holds no complete checkpoint, and is none" in done.output
 
 
 def test_a_checkpoint_that_is_not_complete(tmp_path):

@@ -229,6 +229,8 @@ def test_a_pack_goes_through_every_section(pack):
         verify.jobs_for("kit", 3)
     with pytest.raises(ConfigError, match=r"no pack 'shard-kti' is installed. Did you mean 'shard-kit'"):
         verify.jobs_for("shard-kti", 2)
+    with pytest.raises(ConfigError, match=r"no class 'nothere' .*; or a pack: .*\bkit\b"):
+        verify.jobs_for("nothere", 2)
 
 
 def test_a_case_that_no_rank_can_be_sent(pack):

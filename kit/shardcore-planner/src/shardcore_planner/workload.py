@@ -136,8 +136,8 @@ class Call:
         except Exception as error:
             raise NotSupportedError(
                 f"a step of {type(model).__name__} cannot be planned: its forward fails on tensors that hold nothing "
-                f"({in_one_line(error)}); plan with another dtype, or with another attn_implementation or "
-                "experts_implementation in its configuration"
+                f'({in_one_line(error)}); plan with another --dtype, or say "attn_implementation": "eager" or '
+                'another "experts_implementation" in its config.json'
             ) from error
 
 

@@ -62,7 +62,12 @@ def jobs_for(source: str, tp: int) -> list[Job]:
     near = difflib.get_close_matches(source, [name for pack in packs for name in (pack.name, pack.distribution)], n=1)
     if near and not Path(source).exists():
         raise ConfigError(f"no pack {source!r} is installed. Did you mean {near[0]!r}?")
-    subject = Subject(case=_given(source, tp), tp=tp)
+    try:
+        subject = Subject(case=_given(source, tp), tp=tp)
+    except ConfigError as error:
+        if source.islower() and "/" not in source:  # as names of packs are, and of no class
+            raise ConfigError(f"{error}; or a pack: {', '.join(pack.name for pack in packs)}") from error
+        raise
     return [Job(subject=subject, section=name) for name in _OF_A_MODEL if name in sections_for(tp)]
 
 

@@ -118,7 +118,7 @@ def find(where: str | os.PathLike[str]) -> Path:
     """
     if (found := find_any(where)) is None:
         raise CheckpointError(
-            f"{where} holds no complete checkpoint, nor is it one; nothing was loaded. Pass a folder that "
+            f"{where} holds no complete checkpoint, and is none; nothing was loaded. Pass a folder that "
             "save_checkpoint has written to. A training that may be the first one of its folder passes "
             "load_checkpoint(..., missing_ok=True)."
         )

@@ -19,6 +19,7 @@ from shardcore_cli.tables import in_words, say
 from shardcore_planner import Collective, Estimate, Workload, estimate
 from shardcore_planner.calls import call_of
 from shardcore_planner.memory import bytes_on
+from shardcore_planner.workload import DTYPES
 
 
 def tell_quantized(model: nn.Module) -> nn.Module:
@@ -85,9 +86,11 @@ def batch_of(config: ShardConfig, given: int | None) -> int:
 
 
 def step_of(native: nn.Module, config: ShardConfig, policy: type[Policy] | None = None) -> Estimate | str:
-    """Return what a step takes, in the dtype that the model's configuration says, or why that is not known."""
+    """Return what a step takes, in the dtype of the model's parameters, or why that is not known."""
     optimizer = "none" if config.inference_only else "adamw"
-    workload = Workload(batch=batch_of(config, None), optimizer=optimizer)
+    has = {parameter.dtype for parameter in native.parameters() if parameter.is_floating_point()}
+    dtype = next((name for name, known in DTYPES.items() if has == {known}), None)  # several: the configuration's
+    workload = Workload(batch=batch_of(config, None), optimizer=optimizer, dtype=dtype)
     try:
         return estimate(native, config, workload, call_of, policy=policy)
     except ShardcoreError as error:
