@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shardcore.api import shard
-from shardcore.compile import compile_plan
-from shardcore.config import ShardConfig
 from shardcore.plan.steps.base import Step
-from shardcore.plugins.registry import default_registry
 from shardcore_planner.simulation import simulated_ranks
-from shardcore_scaffold.draft import Draft, policy_of
+from shardcore_scaffold.draft import Draft, plan_of, policy_of
 from shardcore_scaffold.facts import Facts
 
 _RANKS = 2
@@ -61,9 +58,7 @@ def add_captured(draft: Draft, facts: Facts) -> bool:
 
 
 def _refused(draft: Draft, facts: Facts) -> Iterator[Step]:
-    config = ShardConfig.of(tp=_RANKS, **_fields(draft)).resolve(_RANKS)
-    policy, delegates = policy_of(type(facts.model), draft), default_registry().policy_for
-    plan = compile_plan(policy, facts.model, config, device_type="cpu", delegates=delegates)
+    plan = plan_of(facts.model, draft, **_fields(draft))
     yield from (step for step in plan.steps if step.refuses_captured)
 
 

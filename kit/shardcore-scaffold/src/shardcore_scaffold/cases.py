@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcore.compile import compile_plan
-from shardcore.config import ShardConfig
 from shardcore.errors import PlanError
 from shardcore.plan.shard_plan import ShardPlan
-from shardcore.plugins.registry import default_registry
 from shardcore_planner.communication import collectives, gathers_of_heads
-from shardcore_scaffold.draft import Draft, policy_of
+from shardcore_scaffold.draft import Draft, plan_of
 from shardcore_testing.cases import Supports
 
 _SIZES = (1, 2, 3, 4)
@@ -239,9 +236,8 @@ def _within(name: str, draft: Draft) -> str:
 
 def _plan(model: nn.Module, draft: Draft, ranks: int) -> ShardPlan | None:
     """Return the plan for so many ranks, if there is one."""
-    config, delegates = ShardConfig.of(tp=ranks).resolve(ranks), default_registry().policy_for
     try:
-        return compile_plan(policy_of(type(model), draft), model, config, device_type="cpu", delegates=delegates)
+        return plan_of(model, draft, ranks)
     except PlanError:
         return None
 

@@ -9,6 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from shardcore.compile import compile_plan
+from shardcore.config import ShardConfig
+from shardcore.plan.shard_plan import ShardPlan
+from shardcore.plugins.registry import default_registry
 from shardcore.policy import Policy
 
 
@@ -124,6 +128,16 @@ def policy_of(model_class: type[nn.Module], draft: Draft) -> type[Policy]:
     exec(compile(source(model_class, draft), f"<draft for {model_class.__name__}>", "exec"), names)
     found: type[Policy] = names[f"{model_class.__name__}Policy"]
     return found
+
+
+def plan_of(model: nn.Module, draft: Draft, ranks: int = 2, **fields: Any) -> ShardPlan:
+    """Return the plan of a draft for a small model; ``fields`` are those of `ShardConfig`.
+
+    Raises:
+        PlanError: there is none for so many ranks.
+    """
+    config, delegates = ShardConfig.of(tp=ranks, **fields).resolve(ranks), default_registry().policy_for
+    return compile_plan(policy_of(type(model), draft), model, config, device_type="cpu", delegates=delegates)
 
 
 def _doubts(draft: Draft) -> str:

@@ -13,8 +13,9 @@ from torch import nn
 
 from shardcore.errors import ConfigError
 from shardcore_scaffold.captured import add_captured
-from shardcore_scaffold.draft import Draft, optional, policy_of
+from shardcore_scaffold.draft import Draft, optional, plan_of, policy_of
 from shardcore_scaffold.facts import Facts, common
+from shardcore_scaffold.hints import otherwise
 from shardcore_scaffold.mixtures import Mixture, mixtures_of
 from shardcore_scaffold.outside import add_outside, leaf
 from shardcore_scaffold.sequences import add_sequences
@@ -52,11 +53,12 @@ def guess(
         torch.manual_seed(0)  # the same draft in every process
         facts = Facts(model, call)
         around = facts.delegating() if delegated else None
-        if around is not None and (parted := _around(around)):
-            return parted
-        draft = _with_sequences(facts) if sequences else _guess(facts)
-        if captured:
-            add_captured(draft, facts)
+        draft = _around(around) if around is not None else None
+        if draft is None:
+            draft = _with_sequences(facts) if sequences else _guess(facts)
+            if captured:
+                add_captured(draft, facts)
+        draft.doubts += otherwise(model, plan_of(model, draft))
         return draft
 
 

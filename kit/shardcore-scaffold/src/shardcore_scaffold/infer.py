@@ -24,12 +24,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from shardcore.compile import compile_plan
-from shardcore.config import ShardConfig
 from shardcore.errors import ConfigError, ShardcoreError
-from shardcore.plugins.registry import default_registry
 from shardcore_scaffold.calls import like
-from shardcore_scaffold.draft import Draft, policy_of, source
+from shardcore_scaffold.draft import Draft, plan_of, source
 from shardcore_scaffold.guess import guess
 from shardcore_scaffold.small import Small, config_of, small_model
 from shardcore_testing.cases import Case, Supports
@@ -122,9 +119,9 @@ def _small(module: str, name: str, config: str) -> Small:
 
 def _split(model: nn.Module, draft: Draft) -> set[str]:
     """Return the names of the parameters that a draft splits, with ``N`` for all numbers."""
-    config, delegates = ShardConfig.of(tp=_RANKS).resolve(_RANKS), default_registry().policy_for
-    plan = compile_plan(policy_of(type(model), draft), model, config, device_type="cpu", delegates=delegates)
-    return {_alike(p.name) for p in plan.parameters if p.layout and not p.layout.placement.is_replicate()}
+    return {
+        _alike(p.name) for p in plan_of(model, draft).parameters if p.layout and not p.layout.placement.is_replicate()
+    }
 
 
 def shares(cls: Any, config: str, split: Collection[str]) -> tuple[float, dict[str, float]]:
