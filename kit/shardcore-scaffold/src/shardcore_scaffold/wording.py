@@ -162,15 +162,14 @@ class _Wording:
                 return "", False
             case 1 if not self.by_heads:
                 return (plain if column.each == 1 else ""), False
-            case 1 if groups == 1:
-                times, rest = divmod(column.each, width)
-                return (f'segments({plain}, {times}, by="head")' if times > 1 and not rest else plain), False
-            case 1 if not uneven and column.each == head:
+            case 1 if groups > 1 and not uneven and column.each == head:
                 return plain, True
-            case 1 if not uneven and column.each == width + 2 * head:
+            case 1 if groups > 1 and not uneven and column.each == width + 2 * head:
                 return f'segments({plain}, {_ROLES}, by="group")', False
             case 1:
-                return (plain if column.each % groups == 0 else ""), False
+                times, rest = divmod(column.each, width)
+                text = f'segments({plain}, {times}, by="head")' if times > 1 and not rest else plain
+                return (text if column.each % groups == 0 else ""), False
             case 3 if groups > 1:
                 fits = not uneven and column.sizes == (width, head, head)
                 return (f"segments({plain}, {_ROLES})" if fits else ""), False
