@@ -348,7 +348,7 @@ _SHOWN = {
 @pytest.mark.parametrize("page", [page for page in (*PAGES, *READMES) if page.parent.name != "adr"], ids=_name)
 def test_python_is_run(page):
     blocks = [worlds for language, _, worlds in _blocks(page) if language == "python"]
-    scripts = re.findall(r"^\{\{ file examples/(\S+\.py) python \}\}$", page.read_text(encoding="utf-8"), re.M)
+    scripts = re.findall(r"^\[examples/(\S+\.py)\]\(\S+\)$", page.read_text(encoding="utf-8"), re.M)
     assert sum(not worlds for worlds in blocks) == _SHOWN.get(_name(page), 0) + len(_tests(page)) + len(scripts)
     run = "".join(
         (ROOT / "tests" / "clients" / f"test_{name}.py").read_text() for name in ("examples", "launch", "evaluate")

@@ -5,8 +5,7 @@ A page may hold these lines, which are replaced by what the sources say, read wi
     {{ docstring shardcore.hooks }}     the docstring of a module, as Markdown
     {{ words shardcore.styles }}        a table of the public functions of a module: how each is called, what it does
     {{ names shardcore.nn }}            a table of everything in ``__all__`` of a module: the name, what it is
-    {{ file PATH LANGUAGE }}            a file of the repository, as a block of code
-    {{ page PATH }}                     a page that is not in docs/, without its title
+    [PATH](../PATH)                     a file of the repository, as a block of code; Markdown without its title
     {{ titles adr }}                    a list of the pages of a folder of docs/, by their titles
     {{ version shardcore }}             the version of a distribution of the repository
     {{ served MODELS.md }}              the families of classes that the packs of that page serve
@@ -29,6 +28,9 @@ SOURCE = ROOT / "shardcore" / "src"
 log = logging.getLogger("mkdocs.plugins.shardcore")
 
 _DIRECTIVE = re.compile(r"^\{\{ (\w+) ([^{}]+) \}\}$", re.MULTILINE)
+_FILE = re.compile(r"^\[([\w./-]+)\]\((?:\.\./)+\1\)$", re.MULTILINE)
+#: Ends of names of files -> how a block of code says the same.
+_LANGUAGES = {".py": "python"}
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 #: The most characters of a cell, but one in the first column, that is a number or a mark and no words.
 _NARROW = 12
@@ -79,8 +81,9 @@ def _breakable(table: str) -> str:
 
 
 def expand(markdown: str) -> str:
-    """Replace every directive of a page."""
-    return _DIRECTIVE.sub(lambda match: _KINDS[match[1]](*match[2].split()), markdown)
+    """Replace every directive of a page, and every file that is named on a line of its own."""
+    found = _DIRECTIVE.sub(lambda match: _KINDS[match[1]](*match[2].split()), markdown)
+    return _FILE.sub(lambda match: file(match[1]), found)
 
 
 def tree(module: str) -> ast.Module:
@@ -106,13 +109,14 @@ def _as_list(tree: re.Match[str]) -> str:
     return "\n".join(items) + "\n"
 
 
-def file(path: str, language: str) -> str:
-    """Return a file of the repository in a block of code."""
-    return f"```{language}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n```"
+def file(path: str) -> str:
+    """Return a file of the repository in a block of code, or Markdown without its title.
 
-
-def page(path: str) -> str:
-    """Return a Markdown file of the repository without its title; of its links, those to pages of the site stay."""
+    Of the links of Markdown those to pages of the site stay.
+    """
+    language = _LANGUAGES.get(Path(path).suffix, Path(path).suffix[1:])
+    if language != "md":
+        return f"```{language}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n```"
     text = re.sub(r"\A# .*\n+", "", (ROOT / path).read_text(encoding="utf-8")).rstrip()
     return re.sub(r"\[([^]]+)\]\((?!https?:|#)([^)]+)\)", lambda link: _link(*link.groups()), text)
 
@@ -224,8 +228,6 @@ _KINDS: dict[str, Callable[..., str]] = {
     "docstring": as_markdown,
     "words": words,
     "names": names,
-    "file": file,
-    "page": page,
     "titles": titles,
     "served": served,
     "version": version,

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardcore.errors import PlanError
+from shardcore.errors import ShardcoreError
 from shardcore.plan.shard_plan import ShardPlan
 from shardcore_planner.communication import collectives, gathers_of_heads
+from shardcore_scaffold.arguments import FIXED
+from shardcore_scaffold.calls import FIRST_WORD
 from shardcore_scaffold.draft import Draft, plan_of
 from shardcore_testing.cases import Supports
 
@@ -158,15 +160,8 @@ def _inputs(
         return [*head, "    return text_batch(model, seed)"]
     body = []
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            body.append(f'"{name}": torch.randn({_shape(value)}, generator=generator, dtype=torch.float64),')
-        elif isinstance(value, Tensor) and value.dtype == torch.long:
-            low, high = int(value.min()), int(value.max()) + 1
-            body.append(f'"{name}": torch.randint({low}, {high}, ({_shape(value)},), generator=generator),')
-        elif isinstance(value, Tensor):
-            body.append(f'"{name}": torch.ones({_shape(value)}, dtype={value.dtype}),')
-        else:
-            body.append(f'"{name}": {value!r},')
+        line = f'"{name}": {_value(name, value)},'
+        body += textwrap.wrap(line, 100, break_long_words=False, subsequent_indent="    ")
     return [
         *head,
         "    generator = torch.Generator().manual_seed(seed)",
@@ -174,6 +169,28 @@ def _inputs(
         *textwrap.indent("\n".join(body), "        ").split("\n"),
         "    }",
     ]
+
+
+def _value(name: str, value: Any) -> str:
+    """Return an argument as a program writes it: numbers and words are drawn, the places of images stay."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.is_floating_point() and name not in FIXED:
+        return f"torch.randn({_shape(value)}, generator=generator, dtype=torch.float64)"
+    if not name.endswith("input_ids") and name != "labels":
+        return _literal(value)
+    words = value[value >= FIRST_WORD] if name != "labels" else value
+    low, high = int((words if len(words) else value).min()), int(value.max()) + 1
+    drawn = f"torch.randint({low}, {high}, ({_shape(value)},), generator=generator)"
+    kept = value.where(value < low, torch.full_like(value, -1))
+    return drawn if bool((kept < 0).all()) else f"torch.where(({_literal(kept)}) < 0, {drawn}, {_literal(kept)})"
+
+
+def _literal(value: Tensor) -> str:
+    """Return a tensor as a program writes it, on one long line."""
+    if value.numel() and bool((value == value.flatten()[0]).all()):
+        return f"torch.full(({_shape(value)},), {value.flatten()[0].item()}, dtype={value.dtype})"
+    return f"torch.tensor({value.tolist()}, dtype={value.dtype})"
 
 
 def _shape(value: Tensor) -> str:
@@ -191,7 +208,9 @@ def _cases(short: str, model: Any, out: Any, draft: Draft, *, loss: str, live: b
     sizes = [size for size in sizes if _plan(model, draft, size)]
     supports = [f"generation={bool(hasattr(model, 'can_generate') and model.can_generate())}"]
     supports += ["sequence=True"] if draft.sequence else []
-    supports += [] if hasattr(model, "gradient_checkpointing_enable") else ["checkpointing=False"]
+    supports += ["experts=True"] if _plan(model, draft, 2, dp=2, ep=2) else []
+    recomputes = getattr(model, "supports_gradient_checkpointing", hasattr(model, "gradient_checkpointing_enable"))
+    supports += [] if recomputes else ["checkpointing=False"]
     supports += [] if live else ["dropout=False"]
     supports += [f"captured={draft.captured!r}"] if draft.captured else []
     supports += [f"tensor_parallel={tuple(sizes)!r}"] if tuple(sizes) != Supports().tensor_parallel else []
@@ -234,11 +253,11 @@ def _within(name: str, draft: Draft) -> str:
     return name[len(above) + 1 :].partition(".")[2] if above else name
 
 
-def _plan(model: nn.Module, draft: Draft, ranks: int) -> ShardPlan | None:
+def _plan(model: nn.Module, draft: Draft, ranks: int, **fields: int) -> ShardPlan | None:
     """Return the plan for so many ranks, if there is one."""
     try:
-        return plan_of(model, draft, ranks)
-    except PlanError:
+        return plan_of(model, draft, ranks, **fields)
+    except ShardcoreError:
         return None
 
 

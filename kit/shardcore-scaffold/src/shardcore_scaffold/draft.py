@@ -136,7 +136,8 @@ def plan_of(model: nn.Module, draft: Draft, ranks: int = 2, **fields: Any) -> Sh
     Raises:
         PlanError: there is none for so many ranks.
     """
-    config, delegates = ShardConfig.of(tp=ranks, **fields).resolve(ranks), default_registry().policy_for
+    config = ShardConfig.of(tp=ranks, **fields).resolve(ranks * fields.get("dp", 1))
+    delegates = default_registry().policy_for
     return compile_plan(policy_of(type(model), draft), model, config, device_type="cpu", delegates=delegates)
 
 

@@ -12,14 +12,18 @@ _PADDING = ((0, 3, 1), (2, 0, 5), (4, 4, 0))
 
 
 def tiny(model_class: Any, *, seed: int = 0, **settings: Any) -> Any:
-    """Return a model of transformers in float64, with every parameter random.
+    """Return a model of transformers in float64, with every parameter random; experts are multiplied one by one.
 
     Args:
         model_class: its class, such as ``transformers.OPTForCausalLM``.
         seed: of the parameters.
         **settings: of its configuration.
     """
-    return randomized(model_class(model_class.config_class(**settings)), seed)
+    model = model_class(model_class.config_class(**settings))
+    for config in [module.config for module in model.modules() if hasattr(module, "config")]:
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"  # the default multiplies in no float64
+    return randomized(model, seed)
 
 
 def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
