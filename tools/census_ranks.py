@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -67,7 +68,11 @@ def _first_loss(out: Any) -> Tensor:
 
 
 class DifferenceError(Exception):
-    """What was computed is not what the unsharded model computes."""
+    """What was computed is not what the unsharded model computes: by how much of the largest entry."""
+
+    def __init__(self, what: str, error: float = math.inf) -> None:
+        super().__init__(what)
+        self.error = error
 
 
 def answer_of_rank(rank: int, compared: Compared) -> dict[str, Any]:
@@ -103,7 +108,7 @@ def _tensor_parallel(compared: Compared) -> dict[str, Any]:
     try:
         largest = _error(*compared.fresh(), sharded, got)
     except DifferenceError as difference:
-        return {"state": "differs", "reason": str(difference)}
+        return {"state": "differs", "reason": str(difference), "error": difference.error}
     return {"state": "exact", "error": largest, **_shares(compared.model, sharded)}
 
 
@@ -143,7 +148,7 @@ def _error(
             errors[name] = _largest(grad - theirs) / scale
     worst = max(errors, key=errors.__getitem__)
     if errors[worst] > BOUND:
-        raise DifferenceError(f"{worst} is off by {errors[worst]:.0e}")
+        raise DifferenceError(f"{worst} is off by {errors[worst]:.0e}", errors[worst])
     return errors[worst]
 
 

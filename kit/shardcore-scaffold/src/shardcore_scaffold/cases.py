@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from shardcore.errors import ShardcoreError
+from shardcore.pipeline import Cut, StageTracer
 from shardcore.plan.shard_plan import ShardPlan
 from shardcore_planner.communication import collectives, gathers_of_heads
 from shardcore_scaffold.arguments import FIXED
 from shardcore_scaffold.calls import FIRST_WORD
 from shardcore_scaffold.draft import Draft, plan_of
+from shardcore_scaffold.infer import loss_of
 from shardcore_testing.cases import Supports
 
 _SIZES = (1, 2, 3, 4)
+_STAGES = 6  # into which the kit cuts at most
 _WIDTH = 120
 
 
@@ -74,12 +78,9 @@ def cases(
     if loss not in ("", of_loss):
         about = '    """Return the loss of what a call returned."""'
         lines += ["", "", "def loss(out: Any) -> Tensor:", about, f"    return {loss}"]
-    live = settings is not None or bool(dropouts)
-    lines += [
-        "",
-        "",
-        *_cases(short, model, out, draft, loss=of_loss if loss == of_loss else loss and "loss", live=live),
-    ]
+    supports = _supports(model, inputs, draft, settings is not None or bool(dropouts))
+    given = of_loss if loss == of_loss else loss and "loss"
+    lines += ["", "", *_cases(short, model, out, draft, supports, loss=given)]
     return "\n".join(lines) + "\n"
 
 
@@ -197,23 +198,43 @@ def _shape(value: Tensor) -> str:
     return ", ".join(map(str, value.shape))
 
 
-def _cases(short: str, model: Any, out: Any, draft: Draft, *, loss: str, live: bool) -> Iterable[str]:
+def _supports(model: Any, inputs: Mapping[str, Any], draft: Draft, live: bool) -> list[str]:
+    """Return the arguments of ``Supports``: what the class, the draft and its plans allow."""
+    sizes = [size for size in _SIZES if all(count % size == 0 for count in draft.heads)]
+    sizes = [size for size in sizes if _plan(model, draft, size)]
+    found = [f"generation={bool(hasattr(model, 'can_generate') and model.can_generate())}"]
+    found += ["sequence=True"] if draft.sequence else []
+    found += ["experts=True"] if _plan(model, draft, 2, dp=2, ep=2) else []
+    recomputes = getattr(model, "supports_gradient_checkpointing", hasattr(model, "gradient_checkpointing_enable"))
+    found += [] if recomputes else ["checkpointing=False"]
+    found += [] if live else ["dropout=False"]
+    found += [] if _can_be_cut(model, inputs, draft) else ["pipeline=False"]
+    found += [f"captured={draft.captured!r}"] if draft.captured else []
+    return found + ([f"tensor_parallel={tuple(sizes)!r}"] if tuple(sizes) != Supports().tensor_parallel else [])
+
+
+def _can_be_cut(model: nn.Module, inputs: Mapping[str, Any], draft: Draft) -> bool:
+    """Tell whether each stage computes what it can of a call, where the model is cut as finely as it can be."""
+    model, plan = copy.deepcopy(model), _plan(model, draft, 1)
+    lists = plan.stages.lists if plan and plan.stages else ()
+    blocks = sum(len(list(model.get_submodule(name).children())) for name in lists)
+    if plan is None or plan.stages is None or blocks < 2:
+        return False
+    try:
+        trace = StageTracer(model, Cut.of(model, plan.stages, min(blocks, _STAGES)), torch.device("cpu"))
+        trace(dict(inputs), lambda out, _: loss_of(out))
+    except ShardcoreError:
+        return False
+    return True
+
+
+def _cases(short: str, model: Any, out: Any, draft: Draft, supports: Sequence[str], *, loss: str) -> Iterable[str]:
     named = out.items() if isinstance(out, Mapping) else ()
     outputs = tuple(
         name
         for name, value in named
         if isinstance(value, Tensor) and (name == "last_hidden_state" or name.endswith("logits"))
     )
-    sizes = [size for size in _SIZES if all(count % size == 0 for count in draft.heads)]
-    sizes = [size for size in sizes if _plan(model, draft, size)]
-    supports = [f"generation={bool(hasattr(model, 'can_generate') and model.can_generate())}"]
-    supports += ["sequence=True"] if draft.sequence else []
-    supports += ["experts=True"] if _plan(model, draft, 2, dp=2, ep=2) else []
-    recomputes = getattr(model, "supports_gradient_checkpointing", hasattr(model, "gradient_checkpointing_enable"))
-    supports += [] if recomputes else ["checkpointing=False"]
-    supports += [] if live else ["dropout=False"]
-    supports += [f"captured={draft.captured!r}"] if draft.captured else []
-    supports += [f"tensor_parallel={tuple(sizes)!r}"] if tuple(sizes) != Supports().tensor_parallel else []
     given = [f'name="{short}"', "build=build", "inputs=inputs"]
     given += [f"loss={loss}"] if loss else []
     given += [f"outputs={outputs!r}"] if outputs else []
@@ -222,11 +243,15 @@ def _cases(short: str, model: Any, out: Any, draft: Draft, *, loss: str, live: b
         given.append(f'layers="{draft.lists[0]}"')
         if (cost := _cost(model, draft)) is not None and cost != (2, 2):
             given.append(f"collectives={cost!r}")
-    whole = sorted({_within(name, draft) for name in draft.whole})
+    parameters = plan.parameters if (plan := _plan(model, draft, 2)) else ()
+    inside = tuple(f"{blocks}." for blocks in draft.lists)
+    kept = [p for p in parameters if p.name.startswith(inside) and p.layout and p.layout.placement.is_replicate()]
+    names = [p.name.removesuffix(".weight") for p in kept if isinstance(_owner(model, p.name), nn.Linear)]
+    whole = sorted({_within(name, draft) for name in (*draft.whole, *names)})
     given += [f"whole={tuple(whole)!r}"] if whole else []
     line = f"supports=Supports({', '.join(supports)})"
-    inside = "".join(f"                {support},\n" for support in supports)
-    given.append(line if len(line) < _WIDTH - 14 else f"supports=Supports(\n{inside}            )")
+    lines = "".join(f"                {support},\n" for support in supports)
+    given.append(line if len(line) < _WIDTH - 14 else f"supports=Supports(\n{lines}            )")
     return [
         "def cases() -> list[Case]:",
         '    """Return the cases of this pack."""',
@@ -236,6 +261,10 @@ def _cases(short: str, model: Any, out: Any, draft: Draft, *, loss: str, live: b
         "        ),",
         "    ]",
     ]
+
+
+def _owner(model: nn.Module, parameter: str) -> nn.Module:
+    return model.get_submodule(parameter.rpartition(".")[0])
 
 
 def _options(model: nn.Module, draft: Draft) -> dict[str, tuple[str, ...]]:
