@@ -182,6 +182,15 @@ def test_other_tokens_are_tokens_where_the_input_is_sound() -> None:
     assert {name: value.dtype for name, value in other.items()} == {n: v.dtype for n, v in found.inputs.items()}
 
 
+def test_the_model_of_a_case_can_do_without_its_last_block() -> None:
+    """Else the collectives of one block more could not be counted."""
+    alone, followed = (small_model(transformers.MllamaForCausalLM, generating=more).model for more in (False, True))
+    assert small._ends_alone(alone)
+    assert not small._ends_alone(followed)
+    kinds = {type(block).__name__ for block in followed.model.layers}
+    assert kinds == {"MllamaSelfAttentionDecoderLayer", "MllamaCrossAttentionDecoderLayer"}
+
+
 def _text_alone(model, seed, *, media=True, _called=small._called):
     if media:
         raise TypeError("no image is known")

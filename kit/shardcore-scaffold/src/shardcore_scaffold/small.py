@@ -216,10 +216,19 @@ def _kinds(model: nn.Module) -> set[str]:
     return {f"{re.sub(r'[0-9]+', 'N', name)} {kind}" for name, kind in named}
 
 
+def _ends_alone(model: nn.Module) -> bool:
+    """Tell whether the last block of a list has something that none before it has."""
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    return any(not _kinds(blocks[-1]) <= set().union(*map(_kinds, blocks[:-1])) for blocks in lists)
+
+
 def _with_all_kinds(
     model_class: Any, config: Any, way: Way, whole: set[str], generating: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings with the fewest layers that have all kinds of modules that the whole model has."""
+    """Return the settings with the fewest layers that have all kinds of modules that the whole model has.
+
+    Where the model is to be a case, which is compared with one that has a block less, that one has all kinds too.
+    """
     least, last = None, dict[str, Any]()
     for count in (2, 3, 4, 5, 6, 8):
         try:
@@ -236,7 +245,8 @@ def _with_all_kinds(
         except Exception as error:
             failed = error
             continue
-        size, missing = sum(p.numel() for p in model.parameters()), len(whole - _kinds(model))
+        size = sum(p.numel() for p in model.parameters())
+        missing = len(whole - _kinds(model)) + (generating and _ends_alone(model))
         if size > _LARGEST:
             failed = ConfigError(f"it has {size:,} parameters with the sizes that are known here, which is not small")
         elif least is None or missing < least:

@@ -19,7 +19,6 @@ from shardcore_cli.tables import in_words, say
 from shardcore_planner import Collective, Estimate, Workload, estimate
 from shardcore_planner.calls import call_of
 from shardcore_planner.memory import bytes_on
-from shardcore_planner.workload import DTYPES
 
 
 def tell_quantized(model: nn.Module) -> nn.Module:
@@ -86,11 +85,9 @@ def batch_of(config: ShardConfig, given: int | None) -> int:
 
 
 def step_of(native: nn.Module, config: ShardConfig, policy: type[Policy] | None = None) -> Estimate | str:
-    """Return what a step takes, in the dtype of the model's parameters, or why that is not known."""
+    """Return what a step takes, in the dtype that the model's configuration says, or why that is not known."""
     optimizer = "none" if config.inference_only else "adamw"
-    has = {parameter.dtype for parameter in native.parameters() if parameter.is_floating_point()}
-    dtype = next((name for name, known in DTYPES.items() if has == {known}), None)  # several: the configuration's
-    workload = Workload(batch=batch_of(config, None), optimizer=optimizer, dtype=dtype)
+    workload = Workload(batch=batch_of(config, None), optimizer=optimizer)
     try:
         return estimate(native, config, workload, call_of, policy=policy)
     except ShardcoreError as error:
@@ -124,14 +121,15 @@ def summary(
     words = (f"{count} {operation} {phase}" for (phase, operation), count in sorted(counts.items(), reverse=True))
     of = "collectives of all stages, for each micro-batch" if staged else "collectives per step"
     yield f"{of}: {', '.join(words) or 'none'}"
-    yield f"bytes of a step: not known ({step})" if isinstance(step, str) else _of_a_step(step)
+    yield f"bytes of a step: not known ({step})" if isinstance(step, str) else _of_a_step(step, dtypes)
 
 
-def _of_a_step(step: Estimate) -> str:
+def _of_a_step(step: Estimate, dtypes: str) -> str:
     work = step.workload
     samples = f"{work.batch} sample{'s' * (work.batch != 1)}"
     tokens = f" of {work.seq} tokens" if work.seq else ""
-    run = f"{samples}{tokens}, all in {work.dtype}, " + (f"with {work.optimizer}" if work.trains else "inference")
+    own = "" if str(work.torch_dtype).removeprefix("torch.") in dtypes else ", since no dtype is configured"
+    run = f"{samples}{tokens}, all in {work.dtype}{own}, " + (f"with {work.optimizer}" if work.trains else "inference")
     return (
         f"bytes of a step: each rank sends {in_words(step.sent)}, and holds {in_words(step.peak)} at the peak ({run})"
     )
