@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardcore.errors import ConfigError
+from shardcore.errors import ConfigError, ShardcoreError
 from shardcore_scaffold.captured import add_captured
 from shardcore_scaffold.draft import Draft, optional, plan_of, policy_of
 from shardcore_scaffold.facts import Facts, common
@@ -68,6 +69,10 @@ def _around(facts: Facts) -> Draft | None:
         draft = _with_sequences(facts)
     except ConfigError:
         return None
+    if not draft.sequence:
+        with contextlib.suppress(ShardcoreError):
+            plan_of(facts.model, draft, enable_sequence_parallelism=True)
+            return None  # nothing would refuse what does not work
     return draft if add_captured(draft, facts) else None
 
 
@@ -143,6 +148,9 @@ def _with_sequences(facts: Facts) -> Draft:
             draft.sequence = True
             return draft
         why = why or problem
+    if facts.parts and not _misfit(facts, plain, enable_sequence_parallelism=True):  # in the models inside alone
+        plain.sequence = True
+        return plain
     plain.doubts.append(f"no sequence parallelism: {why[:300]}")
     return plain
 
