@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardcore.agree.agreement import agree
 from shardcore.agree.received import receive
+from shardcore.apply.errors import tell_once
 from shardcore.apply.launch import start_process_group
 from shardcore.apply.shardable import check_model
 from shardcore.apply.sharder import ModelSharder
@@ -125,6 +126,7 @@ def failing_together(config: object, fields: Mapping[str, Any]) -> Iterator[None
     try:
         yield
     except BaseException as error:  # what ends this process too: the other ranks wait for a report
+        tell_once()
         given = [fields.get(name) for name in ("device_mesh", "tensor_parallel_process_group")]
         if isinstance(config, ShardConfig):
             given += [config.device_mesh, config.tensor_parallel_process_group]

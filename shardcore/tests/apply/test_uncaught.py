@@ -65,3 +65,10 @@ def test_other_errors_are_left_alone(end, capsys):
         pytest.fail("as ever")
     assert end(caught.value, rank=0) is None
     assert capsys.readouterr().err.count('File "') > 1
+
+
+def test_torchrun_is_told_of_what_fails_before_there_is_a_process_group(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(ConfigError, match="unknown configuration field 'tpp'"):
+        shardcore.shard(build(), policy=TinyPolicy, tpp=2)
+    assert sys.excepthook is not sys.__excepthook__
