@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import shardcore
 from shardcore.errors import ConfigError, NotSupportedError
 from shardcore.mesh.context import context_of
+from shardcore.mesh.random_stream import RandomStream
 
 P = 0.5
 INSIDE = ("attention.drop", "mlp.drop")  # on heads and columns that are split
@@ -272,6 +273,21 @@ def test_data_parallel_replicas_draw_different_masks(pool):
 
 def test_replicated_parameters_stay_bit_equal(pool):
     pool.run(many_steps, world=2)
+
+
+def test_regions_that_overlap_end_in_what_all_ranks_share():
+    drawn = []
+    for rank in range(2):
+        stream = RandomStream(3, rank, torch.device("cpu"))
+        stream.enter()
+        for end in ("both", "one", "other"):  # LXMERT runs the MLPs of words and of images side by side
+            stream.join(end) if end != "both" else (stream.fork("one"), stream.fork("other"))
+            drawn.append(torch.rand(3))
+        with stream.shared():
+            drawn.append(torch.rand(3))
+        stream.leave()
+    alike = [torch.equal(one, two) for one, two in zip(drawn[:4], drawn[4:], strict=True)]
+    assert alike == [False, True, True, True]
 
 
 def test_seeding_a_model_that_was_not_sharded():

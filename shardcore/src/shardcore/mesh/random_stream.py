@@ -39,6 +39,7 @@ class _Fork(NamedTuple):
     drawn: list[Tensor]  # of the stream, after the seed of the fork was drawn
     shared: list[Tensor]  # of the stream, after what was drawn from it inside the fork
     fresh: list[Tensor]  # of this rank, before anything was drawn
+    by_axis: bool  # by the position on the tensor-parallel axis
 
 
 class RandomStream:
@@ -47,8 +48,8 @@ class RandomStream:
     All ranks of one tensor-parallel group hold the same stream, so a mask drawn outside regions is the same on each of
     them no matter how the user seeds the ranks. Inside a region, where every rank holds other heads or columns, the
     stream is *forked*: a seed drawn from it is mixed with the rank, and the shared state is put back at the exit.
-    Because that seed is drawn from the stream itself, a checkpoint that restores the generators replays the fork. After
-    a fork in which nothing was drawn the stream has not moved on.
+    Because that seed is drawn from the stream itself, a checkpoint that restores the generators replays the fork. If
+    nothing was drawn in it, the stream has not moved on. Of regions that overlap the one entered first forks and ends.
 
     The stream follows the user's seeds as an unsharded model does: a call that may draw starts it from a number out of
     torch's generator, which moves on by that. It is the number of the first of the ranks that share the model, so that
@@ -181,13 +182,14 @@ class RandomStream:
             once: do nothing if there is one.
             rank: which numbers this rank draws; by default, those of its position on the tensor-parallel axis.
         """
-        if not self._may_fork or (once and region in self._forks):
+        others = (fork for other, fork in self._forks.items() if other != region)
+        if not self._may_fork or (once and region in self._forks) or (rank is None and any(f.by_axis for f in others)):
             return
         before = self._read()
         seed = mix(_draw(), self._rank if rank is None else rank)
         shared = [torch.default_generator.get_state(), *before[1:]]
         self._seed_generators(seed)
-        self._forks[region] = _Fork(before, shared, shared, self._read())
+        self._forks[region] = _Fork(before, shared, shared, self._read(), rank is None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(self, region: Hashable) -> None:
@@ -238,10 +240,8 @@ class RandomStream:
             generator.manual_seed(seed)
 
     def _read(self) -> list[Tensor]:
-        states = []
-        for generator in self._generators:  # in each call of a model: a comprehension would be a call more
-            states.append(generator.get_state())
-        return states
+        # In each call of a model, where a comprehension would be a call more.
+        return [*map(torch.Generator.get_state, self._generators)]
 
     def _write(self, states: Sequence[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
