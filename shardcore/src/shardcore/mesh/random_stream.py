@@ -39,7 +39,6 @@ class _Fork(NamedTuple):
     drawn: list[Tensor]  # of the stream, after the seed of the fork was drawn
     shared: list[Tensor]  # of the stream, after what was drawn from it inside the fork
     fresh: list[Tensor]  # of this rank, before anything was drawn
-    by_axis: bool  # by the position on the tensor-parallel axis
 
 
 class RandomStream:
@@ -49,7 +48,7 @@ class RandomStream:
     them no matter how the user seeds the ranks. Inside a region, where every rank holds other heads or columns, the
     stream is *forked*: a seed drawn from it is mixed with the rank, and the shared state is put back at the exit.
     Because that seed is drawn from the stream itself, a checkpoint that restores the generators replays the fork. If
-    nothing was drawn in it, the stream has not moved on. Of regions that overlap the one entered first forks and ends.
+    nothing was drawn in it, the stream has not moved on. A fork ends those that were made in it and are open still.
 
     The stream follows the user's seeds as an unsharded model does: a call that may draw starts it from a number out of
     torch's generator, which moves on by that. It is the number of the first of the ranks that share the model, so that
@@ -182,21 +181,23 @@ class RandomStream:
             once: do nothing if there is one.
             rank: which numbers this rank draws; by default, those of its position on the tensor-parallel axis.
         """
-        others = (fork for other, fork in self._forks.items() if other != region)
-        if not self._may_fork or (once and region in self._forks) or (rank is None and any(f.by_axis for f in others)):
+        if not self._may_fork or (once and region in self._forks):
             return
         before = self._read()
         seed = mix(_draw(), self._rank if rank is None else rank)
         shared = [torch.default_generator.get_state(), *before[1:]]
         self._seed_generators(seed)
-        self._forks[region] = _Fork(before, shared, shared, self._read(), rank is None)
+        self.drop(region)  # so that this one is the last
+        self._forks[region] = _Fork(before, shared, shared, self._read())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(self, region: Hashable) -> None:
         """Draw the same numbers on every rank again; does nothing if the region was not forked."""
-        fork = self._forks.pop(region, None)
-        if fork is None:
+        if region not in self._forks:
             return
+        last = None
+        while last != region:
+            last, fork = self._forks.popitem()
         own = self._read()
         unused = fork.shared is fork.drawn and all(map(torch.equal, own, fork.fresh))
         self._write(fork.before if unused else fork.shared)
