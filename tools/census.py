@@ -50,6 +50,7 @@ from shardcore.errors import NoPolicyError, ShardcoreError
 from shardcore.plugins.registry import default_registry
 from shardcore_scaffold.infer import answer
 from shardcore_scaffold.inferred import policy_from
+from shardcore_scaffold.rounding import change_of_gradients
 from shardcore_scaffold.small import small_model
 from shardcore_testing.islands import in_float64
 from shardcore_testing.subject import Subject, cases_of
@@ -207,24 +208,12 @@ def on_ranks(model: Any, inputs: Mapping[str, Any], policy: Any) -> dict[str, An
         ranks = [_Child(functools.partial(answer_of_rank, rank, compared)) for rank in range(RANKS)]
         answers = [child.answer(_LIMIT) for child in ranks]
     worst = max(answers, key=lambda each: (each["state"] != "exact", each.get("error", 0.0)))
-    if worst["state"] == "differs" and worst["error"] <= _TIMES * (own := _of_rounding(reference, model, inputs)):
+    if worst["state"] == "differs" and worst["error"] <= _TIMES * (own := change_of_gradients(model, inputs)):
         why = f"weights that differ in their last bits change gradients of the unsharded model by {own:.0e}"
         return {"state": "random", "reason": why}
     if worst["state"] == "exact":  # what one rank says of a way says more than "exact"
         worst["ways"] = {way: max((each["ways"][way] for each in answers), key=_by_trouble) for way in WAYS}
     return worst
-
-
-def _of_rounding(reference: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> float:
-    """Return by how much of the largest gradient those of ``reference`` change with the last bits of the weights."""
-    other, last = copy.deepcopy(model), torch.finfo(torch.float64).eps
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1 + last * torch.randn(parameter.shape, dtype=torch.float64))
-    loss_of(other(**copy.deepcopy(inputs))).backward()
-    pairs = [(p.grad, q.grad) for p, q in zip(reference.parameters(), other.parameters(), strict=True)]
-    largest = max(float(one.abs().max()) for one, _ in pairs if one is not None and one.numel())
-    return max(float((a - b).abs().max()) for a, b in pairs if a is not None and b is not None and a.numel()) / largest
 
 
 def has_blocks(cls: Any) -> bool | None:

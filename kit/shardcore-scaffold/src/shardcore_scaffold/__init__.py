@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from shardcore._lazy import on_first_use
 
 if TYPE_CHECKING:
+    from shardcore_scaffold.cases import Example
     from shardcore_scaffold.draft import Draft
-    from shardcore_scaffold.files import Example, write_pack
+    from shardcore_scaffold.files import write_pack
 
 __all__ = ["Draft", "Example", "write_pack"]
 
@@ -16,7 +17,8 @@ if not TYPE_CHECKING:
     __getattr__ = on_first_use(
         __name__,
         {
+            "shardcore_scaffold.cases": ("Example",),
             "shardcore_scaffold.draft": ("Draft",),
-            "shardcore_scaffold.files": ("Example", "write_pack"),
+            "shardcore_scaffold.files": ("write_pack",),
         },
     )

@@ -6,6 +6,7 @@ import copy
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,38 +20,55 @@ from shardcore_scaffold.arguments import FIXED
 from shardcore_scaffold.calls import FIRST_WORD
 from shardcore_scaffold.draft import Draft, plan_of
 from shardcore_scaffold.infer import loss_of
+from shardcore_scaffold.stages import stacks
 from shardcore_testing.cases import Supports
+from shardcore_testing.islands import in_float64
+from shardcore_testing.subject import prompt_of
 
 _SIZES = (1, 2, 3, 4)
 _STAGES = 6  # into which the kit cuts at most
 _WIDTH = 120
 
 
-def cases(
-    short: str,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    draft: Draft,
-    *,
-    settings: Mapping[str, Any] | None = None,
-    dropouts: Sequence[str] = (),
-    origin: str = "",
-    text: bool = False,
-) -> str:
+@dataclass(frozen=True)
+class Example:
+    """A small model, and how it is called.
+
+    Attributes:
+        model: small, in float64 on the CPU, without dropout.
+        inputs: the keyword arguments of one call.
+        settings: the fields of its configuration that make it small; None for a model without one.
+        live: it can be built with dropouts, which draw.
+        std: the standard deviation of the random parameters of the case.
+        tolerance: of the case.
+        source: ``module:function`` that makes the model and its arguments, for a model without a configuration.
+        unseen: modules that models of the class have, and this one has not.
+        text: it can be called with what `shardcore_testing.text_batch` makes for it.
+    """
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    settings: Mapping[str, Any] | None = None
+    live: bool = True
+    std: float = 0.2
+    tolerance: float = 1e-12
+    source: str = ""
+    unseen: Sequence[str] = ()
+    text: bool = False
+
+
+@in_float64()
+def cases(short: str, example: Example, draft: Draft) -> str:
     """Return the module of cases.
 
     Args:
         short: the name of the pack without ``shard-``.
-        model: the small model.
-        inputs: the arguments of one call.
+        example: the small model.
         draft: the policy.
-        settings: the fields of its configuration that make it small; None for a model without one.
-        dropouts: those that are dropouts; of a model without one, whether it has any that ``origin`` sets.
-        origin: ``module:function`` that makes the model and its arguments, for one without a configuration.
-        text: the model can be called with what `shardcore_testing.text_batch` makes for it.
     """
+    model, inputs, settings, origin = example.model, example.inputs, example.settings, example.source
     cls = type(model)
-    text = settings is not None and "input_ids" in inputs and "decoder_input_ids" not in inputs and text
+    text = settings is not None and "input_ids" in inputs and "decoder_input_ids" not in inputs and example.text
     with torch.no_grad():
         out = model(**inputs)
     loss, of_loss = _loss(out)
@@ -73,14 +91,14 @@ def cases(
         kit = ["randomized"]
     names = ", ".join(["Case", "Supports", *sorted({*kit, *([of_loss] if of_loss else [])})])
     lines += ["", f"from shardcore_testing import {names}", "", '__all__ = ["cases"]', ""]
-    lines += _build(cls, settings, dropouts, origin)
+    lines += _build(example)
     lines += ["", "", *_inputs(cls, inputs, settings, text, origin)]
     if loss not in ("", of_loss):
         about = '    """Return the loss of what a call returned."""'
         lines += ["", "", "def loss(out: Any) -> Tensor:", about, f"    return {loss}"]
-    supports = _supports(model, inputs, draft, settings is not None or bool(dropouts))
+    supports = _supports(model, inputs, draft, example.live)
     given = of_loss if loss == of_loss else loss and "loss"
-    lines += ["", "", *_cases(short, model, out, draft, supports, loss=given)]
+    lines += ["", "", *_cases(short, example, out, draft, supports, loss=given)]
     return "\n".join(lines) + "\n"
 
 
@@ -107,40 +125,27 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _build(
-    cls: type[nn.Module], settings: Mapping[str, Any] | None, dropouts: Sequence[str], origin: str
-) -> Iterable[str]:
+def _build(example: Example) -> Iterable[str]:
+    settings, cls = example.settings, type(example.model)
     if settings is None:
         return [
             "",
             "def build(**options: Any) -> nn.Module:",
             '    """Return a small model whose every parameter is random, the same in every process."""',
-            f"    return randomized({origin.partition(':')[2]}(**options)[0])",
+            f"    return randomized({example.source.partition(':')[2]}(**options)[0])",
         ]
-    shown = "\n".join(
-        [
-            "{",
-            *(f"    {_quoted(name)}: {_quoted(value)}," for name, value in settings.items() if name not in dropouts),
-            "}",
-        ]
-    )
+    std = f", std={example.std}" if example.std != Example.std else ""
     return [
         "# EDIT: switches of the configuration that change what is computed deserve cases of their own.",
-        "SETTINGS: dict[str, Any] = " + shown,
-        *_dropouts(dropouts),
+        "SETTINGS: dict[str, Any] = {",
+        *(f"    {_quoted(name)}: {_quoted(value)}," for name, value in settings.items()),
+        "}",
         "",
         "",
         f"def build(*, dropout: float = 0.0, **options: Any) -> {cls.__name__}:",
         '    """Return a tiny model whose every parameter is random, the same in every process."""',
-        f"    return tiny({cls.__name__}, **{{**SETTINGS, **dict.fromkeys(DROPOUTS, dropout), **options}})",
+        f"    return tiny({cls.__name__}, dropout=dropout{std}, **{{**SETTINGS, **options}})",
     ]
-
-
-def _dropouts(names: Sequence[str]) -> list[str]:
-    line = f"DROPOUTS: tuple[str, ...] = {_quoted(tuple(names))}"
-    if len(line) <= _WIDTH:
-        return [line]
-    return ["DROPOUTS: tuple[str, ...] = (", *(f"    {_quoted(name)}," for name in names), ")"]
 
 
 def _quoted(value: Any) -> str:
@@ -200,9 +205,8 @@ def _shape(value: Tensor) -> str:
 
 def _supports(model: Any, inputs: Mapping[str, Any], draft: Draft, live: bool) -> list[str]:
     """Return the arguments of ``Supports``: what the class, the draft and its plans allow."""
-    sizes = [size for size in _SIZES if all(count % size == 0 for count in draft.heads)]
-    sizes = [size for size in sizes if _plan(model, draft, size)]
-    found = [f"generation={bool(hasattr(model, 'can_generate') and model.can_generate())}"]
+    sizes = [size for size in _SIZES if _plan(model, draft, size)]
+    found = [f"generation={_generates(model, inputs)}"]
     found += ["sequence=True"] if draft.sequence else []
     found += ["experts=True"] if _plan(model, draft, 2, dp=2, ep=2) else []
     recomputes = getattr(model, "supports_gradient_checkpointing", hasattr(model, "gradient_checkpointing_enable"))
@@ -211,6 +215,17 @@ def _supports(model: Any, inputs: Mapping[str, Any], draft: Draft, live: bool) -
     found += [] if _can_be_cut(model, inputs, draft) else ["pipeline=False"]
     found += [f"captured={draft.captured!r}"] if draft.captured else []
     return found + ([f"tensor_parallel={tuple(sizes)!r}"] if tuple(sizes) != Supports().tensor_parallel else [])
+
+
+def _generates(model: Any, inputs: Mapping[str, Any]) -> bool:
+    """Tell whether a model generates from the arguments that the kit leaves of a call."""
+    if not (hasattr(model, "can_generate") and model.can_generate()):
+        return False
+    try:
+        copy.deepcopy(model).generate(**prompt_of(inputs), max_new_tokens=2, do_sample=False)
+    except Exception:  # from others, which are not known here
+        return False
+    return True
 
 
 def _can_be_cut(model: nn.Module, inputs: Mapping[str, Any], draft: Draft) -> bool:
@@ -228,7 +243,10 @@ def _can_be_cut(model: nn.Module, inputs: Mapping[str, Any], draft: Draft) -> bo
     return True
 
 
-def _cases(short: str, model: Any, out: Any, draft: Draft, supports: Sequence[str], *, loss: str) -> Iterable[str]:
+def _cases(
+    short: str, example: Example, out: Any, draft: Draft, supports: Sequence[str], *, loss: str
+) -> Iterable[str]:
+    model: Any = example.model
     named = out.items() if isinstance(out, Mapping) else ()
     outputs = tuple(
         name
@@ -239,16 +257,17 @@ def _cases(short: str, model: Any, out: Any, draft: Draft, supports: Sequence[st
     given += [f"loss={loss}"] if loss else []
     given += [f"outputs={outputs!r}"] if outputs else []
     given += [f"options={options!r}"] if (options := _options(model, draft)) else []
-    if draft.lists:
-        given.append(f'layers="{draft.lists[0]}"')
-        if (cost := _cost(model, draft)) is not None and cost != (2, 2):
+    if above := _counted(model, draft):
+        given.append(f'layers="{above}"')
+        if (cost := _cost(model, draft, above)) is not None and cost != (2, 2):
             given.append(f"collectives={cost!r}")
     parameters = plan.parameters if (plan := _plan(model, draft, 2)) else ()
-    inside = tuple(f"{blocks}." for blocks in draft.lists)
+    inside = tuple(f"{blocks}." for blocks in draft.stages.get("blocks", ()))
     kept = [p for p in parameters if p.name.startswith(inside) and p.layout and p.layout.placement.is_replicate()]
     names = [p.name.removesuffix(".weight") for p in kept if isinstance(_owner(model, p.name), nn.Linear)]
     whole = sorted({_within(name, draft) for name in (*draft.whole, *names)})
     given += [f"whole={tuple(whole)!r}"] if whole else []
+    given += [f"tolerance={example.tolerance:.0e}"] if example.tolerance != Example.tolerance else []
     line = f"supports=Supports({', '.join(supports)})"
     lines = "".join(f"                {support},\n" for support in supports)
     given.append(line if len(line) < _WIDTH - 14 else f"supports=Supports(\n{lines}            )")
@@ -290,9 +309,16 @@ def _plan(model: nn.Module, draft: Draft, ranks: int, **fields: int) -> ShardPla
         return None
 
 
-def _cost(model: nn.Module, draft: Draft) -> tuple[int, int] | None:
-    """Return the most collectives of a block of the first list, forward and backward, as a `Case` counts them."""
-    plan, above = _plan(model, draft, 2), draft.lists[0]
+def _counted(model: nn.Module, draft: Draft) -> str:
+    """Return the list whose blocks are counted: one of several, which are recomputed if any are."""
+    lists = [(name, list(model.get_submodule(name).children())) for name in (*draft.lists, *stacks(model))]
+    found = [(not hasattr(blocks[0], "gradient_checkpointing"), name) for name, blocks in lists if len(blocks) > 1]
+    return min(found, key=lambda each: each[0])[1] if found else ""
+
+
+def _cost(model: nn.Module, draft: Draft, above: str) -> tuple[int, int] | None:
+    """Return the most collectives of a block of a list, forward and backward, as a `Case` counts them."""
+    plan = _plan(model, draft, 2)
     if plan is None:
         return None
     found: dict[str, list[int]] = {}

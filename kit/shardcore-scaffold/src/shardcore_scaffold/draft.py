@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,10 +85,40 @@ def lines(draft: Draft) -> Iterator[str]:
     """Yield the body of ``module_policy``."""
     yield "return {"
     for cls, rows in draft.rows.items():
+        found = list(_joined(rows))
+        line = f'    "{cls}": [{" ".join(found)[:-1]}],'
+        if len(line) <= _LINE and "\n" not in line:
+            yield line
+            continue
         yield f'    "{cls}": ['
-        yield from (f"        {line}" for row in rows for line in row.split("\n"))
+        yield from (f"        {line}" for row in found for line in row.split("\n"))
         yield "    ],"
     yield "}"
+
+
+_OF_SEVERAL = re.compile(r'(replicate|norm)\("([^"]+)"(.*)\),')  # words of as many names as there are
+_LINE = 112  # in the body of a method
+
+
+def _joined(rows: Sequence[str]) -> Iterator[str]:
+    """Yield rows, those that say the same of one name each as one row of several names, as far as a line goes."""
+    named = [_OF_SEVERAL.fullmatch(row) for row in rows]
+    alike: dict[tuple[str, str], list[str]] = {}
+    for one in filter(None, named):
+        alike.setdefault((one[1], one[3]), []).append(f'"{one[2]}"')
+    for row, found in zip(rows, named, strict=True):
+        if found is None:
+            yield row
+            continue
+        word, options = found[1], found[3]
+        line = ""
+        for name in alike.pop((word, options), []):
+            longer = f"{line}, {name}" if line else f"{word}({name}"
+            if len(longer) + len(options) > _LINE - 10:  # indented, and closed
+                yield f"{line}{options}),"
+                longer = f"{word}({name}"
+            line = longer
+        yield from [f"{line}{options}),"] if line else []
 
 
 def source(model_class: type[nn.Module], draft: Draft) -> str:

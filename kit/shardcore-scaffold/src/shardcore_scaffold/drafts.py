@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shardcore.errors import ConfigError
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore_scaffold import Draft, Example, write_pack
+from shardcore_scaffold.rounding import calmest
 from shardcore_scaffold.small import small_model
-from shardcore_testing.tiny_models import text_batch
+from shardcore_testing.islands import in_float64
+from shardcore_testing.tiny_models import text_batch, tiny
 from shardcore_transformers.models import meta_model, named_module
 
 
@@ -31,6 +33,7 @@ def new_pack(name: str, model: str | None, example: str | None, into: Path) -> t
     return write_pack(name, _of_transformers(model) if model is not None else _given(str(example)), into)
 
 
+@in_float64()
 def _of_transformers(source: str) -> Example:
     empty = meta_model(source)
     cls = type(empty)
@@ -46,13 +49,17 @@ def _of_transformers(source: str) -> Example:
             f"{str(error).rstrip('.')}. Write a function that returns a small model and the keyword arguments of a "
             "call, and give it as --example package.module:function"
         ) from error
+    build = functools.partial(tiny, cls, **small.settings)
+    std, tolerance = calmest(lambda std: build(dropout=0.0, std=std).train(), small.inputs)
     return Example(
         small.model,
         small.inputs,
         small.settings,
-        small.dropouts,
         unseen=unseen(empty, small.model),
         text=_is_text(small.model),
+        live=_draws(build, small.inputs),
+        std=std,
+        tolerance=tolerance,
     )
 
 
@@ -87,17 +94,21 @@ def _given(source: str) -> Example:
             f"{source} has no parameter {missing[0]!r}; it is called with seed=1, 2, ... for other arguments, and with "
             "dropout=0.1 for live dropouts"
         )
-    return Example(model.double().eval(), inputs, source=source, dropouts=_live(function, inputs))
+    live = _draws(lambda **options: function(seed=0, **options)[0].double(), inputs)
+    return Example(model.double().eval(), inputs, source=source, live=live)
 
 
-def _live(function: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``("dropout",)`` if a model is built with dropouts when it is asked for them."""
-    try:
-        model = function(seed=0, dropout=0.5)[0].double().train()
-    except TypeError:  # which it cannot be
-        return ()
-    leaves = [[t for t in tree_leaves(model(**inputs)) if isinstance(t, torch.Tensor)] for _ in range(2)]
-    return () if all(map(torch.equal, *leaves)) else ("dropout",)
+@in_float64()
+def _draws(build: Callable[..., nn.Module], inputs: Mapping[str, Any]) -> bool:
+    """Tell whether a model can be built with dropouts, and draws when it is called in training."""
+    with torch.random.fork_rng(devices=()):
+        try:
+            model = build(dropout=0.5).train()
+            before = torch.get_rng_state()
+            model(**inputs)
+        except Exception:  # it has none, or cannot be called in training: its tests say why
+            return False
+        return not torch.equal(before, torch.get_rng_state())
 
 
 def _is_text(model: nn.Module) -> bool:

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 import shardcore
 from shardcore.errors import ConfigError
 from shardcore.plugins.versions import installed
-from shardcore_scaffold.cases import cases
+from shardcore_scaffold.cases import Example, cases
 from shardcore_scaffold.distribution import Distribution
 from shardcore_scaffold.draft import Draft, source
 from shardcore_scaffold.guess import guess
 from shardcore_scaffold.names import check_model, check_name
-
-
-@dataclass(frozen=True)
-class Example:
-    """A small model, and how it is called.
-
-    Attributes:
-        model: small, in float64 on the CPU, without dropout.
-        inputs: the keyword arguments of one call.
-        settings: the fields of its configuration that make it small; None for a model without one.
-        dropouts: those that are dropouts.
-        source: ``module:function`` that makes the model and its arguments, for a model without a configuration.
-        unseen: modules that models of the class have, and this one has not.
-        text: it can be called with what `shardcore_testing.text_batch` makes for it.
-    """
-
-    model: nn.Module
-    inputs: Mapping[str, Any]
-    settings: Mapping[str, Any] | None = None
-    dropouts: Sequence[str] = ()
-    source: str = ""
-    unseen: Sequence[str] = ()
-    text: bool = False
 
 
 def write_pack(name: str, example: Example, folder: Path) -> tuple[list[Path], Draft]:
@@ -100,8 +73,7 @@ def _files(name: str, example: Example, draft: Draft) -> dict[str, str]:
         f"src/{package}/__init__.py": f'"""The {short} family for shardcore."""\n',
         f"src/{package}/plugin.py": _PLUGIN.format(**values),
         f"src/{package}/policy.py": source(cls, draft),
-        f"src/{package}/cases.py": cases(short, example.model, example.inputs, draft, settings=example.settings,
-                                         dropouts=example.dropouts, origin=example.source, text=example.text),
+        f"src/{package}/cases.py": cases(short, example, draft),
         "tests/test_conformance.py": _TESTS.format(**values),
     }  # fmt: skip
 

@@ -20,7 +20,7 @@ from shardcore_scaffold.hints import otherwise
 from shardcore_scaffold.mixtures import Mixture, mixtures_of
 from shardcore_scaffold.outside import add_outside, leaf
 from shardcore_scaffold.sequences import add_sequences
-from shardcore_scaffold.stages import lists_of, stages_of
+from shardcore_scaffold.stages import lists_of, stacks, stages_of
 from shardcore_scaffold.structure import Region
 from shardcore_scaffold.trial import misfit
 from shardcore_scaffold.wording import Worded, worded
@@ -187,7 +187,8 @@ class _Drafting:
         self.blocks: set[str] = set()
         self._add_blocks()
         self.draft.lists = lists_of(facts.model, self.blocks)
-        self.draft.stages = stages_of(facts.model, (*self.draft.lists, *facts.parts))
+        cut = (*self.draft.lists, *facts.parts) or stacks(facts.model)
+        self.draft.stages = stages_of(facts.model, cut)
         add_outside(self.draft, facts, self.blocks, split=self.split, partial=self.partial, tables=tables)
 
     def _add_blocks(self) -> None:

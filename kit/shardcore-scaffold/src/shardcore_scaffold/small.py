@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from shardcore_scaffold.follows import following, with_sections
 from shardcore_scaffold.layers import Layers
 from shardcore_scaffold.ways import Way, divided, outputs_of, ways
 from shardcore_testing.islands import in_float64
+from shardcore_testing.tiny_models import is_dropout, set_dropouts
 
 #: Parameters of the largest model that is still small.
 _LARGEST = 30_000_000
@@ -97,7 +98,6 @@ class Small:
         model: in float64 on the CPU, every parameter random, without dropout, in eval mode.
         inputs: the keyword arguments of one call, random and the same in every process.
         settings: the fields of its configuration that differ from the default of its class.
-        dropouts: the fields that are dropouts.
         left_out: what it takes besides text, by the names of arguments, where no call with them is known; with the
             reason.
     """
@@ -105,7 +105,6 @@ class Small:
     model: nn.Module
     inputs: Mapping[str, Any]
     settings: Mapping[str, Any]
-    dropouts: Sequence[str]
     left_out: str = ""
 
 
@@ -153,27 +152,25 @@ def small_model(
             small = _with_all_kinds(model_class, config, way, whole, generating)
             if small not in found:  # another way may come to the same
                 found.append(small)
-                return _small_called(model_class, *small, seed)
+                return _small_called(model_class, small, seed)
         except Exception as error:
             reasons[_said(error)] = None
-    for settings, dropouts in found:  # which could not be called with images or sounds
+    for settings in found:  # which could not be called with images or sounds
         try:
-            return _small_called(model_class, settings, dropouts, seed, next(iter(reasons))[:200])
+            return _small_called(model_class, settings, seed, next(iter(reasons))[:200])
         except Exception as error:
             reasons[_said(error)] = None
     raise ConfigError(f"no small {model_class.__name__} could be built and called: {next(iter(reasons))[:300]}")
 
 
-def _small_called(
-    model_class: type[Any], settings: dict[str, Any], dropouts: Sequence[str], seed: int, failed: str = ""
-) -> Small:
+def _small_called(model_class: type[Any], settings: dict[str, Any], seed: int, failed: str = "") -> Small:
     """Return the small model of settings; where a call with images or sounds ``failed``, it is called with text."""
     model = _built(model_class, model_class.config_class(**copy.deepcopy(settings)), seed)
     if failed and not media_of(model):
         raise ConfigError("all of this was tried")
     inputs = _called(model, seed, media=not failed)
     left_out = f"{', '.join(media_of(model))} ({failed})" if failed else ""
-    return Small(model, inputs, _differing(settings, model_class.config_class()), dropouts, left_out)
+    return Small(model, inputs, _differing(settings, model_class.config_class()), left_out)
 
 
 def _said(error: Exception) -> str:
@@ -222,9 +219,7 @@ def _ends_alone(model: nn.Module) -> bool:
     return any(not _kinds(blocks[-1]) <= set().union(*map(_kinds, blocks[:-1])) for blocks in lists)
 
 
-def _with_all_kinds(
-    model_class: Any, config: Any, way: Way, whole: set[str], generating: bool
-) -> tuple[dict[str, Any], list[str]]:
+def _with_all_kinds(model_class: Any, config: Any, way: Way, whole: set[str], generating: bool) -> dict[str, Any]:
     """Return the settings with the fewest layers that have all kinds of modules that the whole model has.
 
     Where the model is to be a case, which is compared with one that has a block less, that one has all kinds too.
@@ -232,7 +227,7 @@ def _with_all_kinds(
     least, last = None, dict[str, Any]()
     for count in (2, 3, 4, 5, 6, 8):
         try:
-            settings, dropouts = _settings(config, way, count, {})
+            settings = _settings(config, way, count, {})
             settings |= _widths(config, settings, way.sizes["width"]) if way.apart else {}
             settings |= _of_head(model_class, settings, config, generating)
             if settings == last:
@@ -250,7 +245,7 @@ def _with_all_kinds(
         if size > _LARGEST:
             failed = ConfigError(f"it has {size:,} parameters with the sizes that are known here, which is not small")
         elif least is None or missing < least:
-            least, found = missing, (settings, dropouts)
+            least, found = missing, settings
         if not missing:
             break
     if least is None:
@@ -259,14 +254,12 @@ def _with_all_kinds(
 
 
 def _built(model_class: Any, config: Any, seed: int) -> nn.Module:
+    set_dropouts(config, 0.0)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
         model: nn.Module = model_class(config).double().eval()
-    for module in model.modules():
-        if vars(module).get("dtype") is torch.float32:
-            vars(module)["dtype"] = torch.float64  # to which it converts itself when it is called
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -280,14 +273,14 @@ def _differing(settings: Mapping[str, Any], default: Any) -> dict[str, Any]:
     for name, value in settings.items():
         own = vars(default).get(name)
         if isinstance(value, Mapping) and hasattr(own, "to_dict"):
-            found[name] = _differing(value, own)
+            found[name] = _differing(value, type(own)())  # of which a mapping is a configuration, not of ``own``
         elif own != value or type(own) is not type(value):
             found[name] = value
     return found
 
 
-def _settings(config: Any, way: Way, count: int, tokens: dict[str, int]) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of ``config`` that make a small one, with its switches, and the names of its dropouts.
+def _settings(config: Any, way: Way, count: int, tokens: dict[str, int]) -> dict[str, Any]:
+    """Return the fields of ``config`` that make a small one, with its switches and without its dropouts.
 
     Args:
         config: the configuration.
@@ -296,19 +289,15 @@ def _settings(config: Any, way: Way, count: int, tokens: dict[str, int]) -> tupl
         tokens: the special tokens that have a number, by name.
     """
     found: dict[str, Any] = {}
-    dropouts = []
     layers = Layers(vars(config), count, all_places=bool(way.divided))
     for name, value in vars(config).items():
-        if name.startswith("_") or name in _NOT_TAKEN or isinstance(value, set | frozenset):
+        if name.startswith("_") or name in _NOT_TAKEN or isinstance(value, set | frozenset) or is_dropout(name, value):
             continue
         if (way.divided and name == "image_embedding_size") or name.startswith("dim_bbox_"):
             continue  # it follows from the side of an image, or from the width
         token = re.fullmatch(r"(\w+)_token_(id|index|idx)", name)
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            found[name] = {**_settings(value, way, count, tokens)[0], "model_type": value.model_type}
-        elif (isinstance(value, float) and "drop" in name) or (value is None and name.endswith("_dropout")):
-            found[name] = 0.0
-            dropouts.append(name)
+            found[name] = {**_settings(value, way, count, tokens), "model_type": value.model_type}
         elif isinstance(value, float) and re.search(r"jitter|noise|^mask_\w+_prob$", name):
             found[name] = 0.0  # what is compared draws nothing
         elif re.fullmatch(r"(width|depth)_coefficient", name):
@@ -333,7 +322,7 @@ def _settings(config: Any, way: Way, count: int, tokens: dict[str, int]) -> tupl
         found.setdefault("decoder_start_token_id", _TOKENS_OF["decoder_start"])
     if "num_labels" in dir(config):
         found["num_labels"] = LABELS
-    return found, dropouts
+    return found
 
 
 def _small(name: str, value: Any, way: Way, fields: Mapping[str, Any]) -> Any:

@@ -10,10 +10,33 @@ from shardcore_scaffold.facts import LISTS
 
 
 def lists_of(model: nn.Module, blocks: Collection[str]) -> list[str]:
-    """Return the outermost lists that hold the modules ``blocks``, in their order in the model."""
-    above = {path.rpartition(".")[0] for path in blocks}
+    """Return the outermost lists that hold the modules ``blocks``, in their order in the model.
+
+    A list of unlike modules in each entry of another list (T5's attentions and MLP) is what its block is made of.
+    """
+    above = {_whole_blocks(model, path.rpartition(".")[0]) for path in blocks}
     lists = [path for path, module in model.named_modules() if path in above and isinstance(module, LISTS)]
     return [name for name in lists if not any(name.startswith(f"{other}.") for other in (*lists, *blocks))]
+
+
+def _whole_blocks(model: nn.Module, path: str) -> str:
+    """Return the list around the list at ``path`` if entries of that one are unlike and of this one alike."""
+    entry = path.rpartition(".")[0]
+    outer = entry.rpartition(".")[0]
+    kinds = [{type(each) for each in model.get_submodule(name).children()} for name in (path, outer)]
+    around = entry and isinstance(model.get_submodule(outer), LISTS)
+    return outer if around and len(kinds[0]) > 1 == len(kinds[1]) else path
+
+
+def stacks(model: nn.Module) -> list[str]:
+    """Return the outermost lists of several modules of one class of a library: blocks, in which nothing is split."""
+    found = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, LISTS) and len(kinds := [type(each) for each in module]) > 1 == len(set(kinds))
+        if not kinds[0].__module__.startswith("torch.")
+    ]
+    return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
 
 
 def stages_of(model: nn.Module, lists: Collection[str]) -> dict[str, list[str]]:

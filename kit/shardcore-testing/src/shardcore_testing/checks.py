@@ -30,7 +30,7 @@ from shardcore_testing import (
 from shardcore_testing.cases import Case
 from shardcore_testing.families import News
 from shardcore_testing.findings import Finding, Ledger, worst
-from shardcore_testing.islands import no_float32_islands
+from shardcore_testing.islands import in_float64
 from shardcore_testing.pool import WorkerError, WorkerPool, WorkerTimeout, place
 from shardcore_testing.subject import Subject, torch_lacks
 
@@ -177,7 +177,7 @@ def _on_rank(subject: Subject, name: str, notes: Path | None = None) -> list[Fin
     ledger = Ledger(section.checks, subject.case.tolerance, note if watched else None)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice about the tiny models of tests
     try:
-        with no_float32_islands():
+        with in_float64():
             section.run(subject, ledger)
     except PlanError as error:
         lacks = torch_lacks(error)

@@ -27,7 +27,8 @@ def default_experts(s: Subject, ledger: Ledger) -> None:
         if not hasattr(config, "_experts_implementation"):
             ledger.closed("its experts compute in one way")
             return
-        reference = s.build(**{name: width for name, width in _WIDTH.items() if hasattr(config, name)}).float()
+        reference = s.build(**{name: width for name, width in _WIDTH.items() if hasattr(config, name)})
+        reference = reference.bfloat16().float()  # what is in float64 would stay there
         reference.config._experts_implementation = _default(reference)
         model = s.shard(copy.deepcopy(reference))
         like = next(reference.parameters())  # a dtype by its name would stay float64 where there are no islands

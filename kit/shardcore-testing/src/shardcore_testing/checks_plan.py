@@ -57,7 +57,8 @@ def plan(s: Subject, ledger: Ledger) -> None:
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         planned = {name for p in made.parameters for name in (p.name, *p.aliases)}
         ledger.true(names == planned, f"the plan leaves out {sorted(names ^ planned)}")
-        _stages(ledger, made, model)
+        if made.stages or s.case.supports.pipeline:
+            _stages(ledger, made, model)
         if s.tp > 1:
             _splits(s, ledger, made)
             _whole_blocks(s, ledger, made, model)

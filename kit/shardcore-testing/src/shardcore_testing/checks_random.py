@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -189,7 +190,7 @@ def _is_whole(s: Subject, index: int) -> bool:
     model = s.build()
     inside = f"{s.blocks(model, s.plan(model))}.{index}."
     linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    names = [name for name in linears if name.startswith(inside) and "att" in name]
+    names = [name for name in linears if name.startswith(inside) and re.search("att|mix|ssm|mamba", name)]
     return bool(names) and all(any(part in name for part in s.case.whole) for name in names)
 
 
@@ -202,7 +203,7 @@ def _heads(out: Any) -> list[int]:
     both = [getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross")]
     layers = [layer for one in (both if all(both) else [cache]) for layer in getattr(one, "layers", ())]
     found = [_held(layer) for layer in layers]
-    return [held.shape[1] for held in found if isinstance(held, Tensor) and held.ndim == 4]
+    return [held.shape[1] for held in found if isinstance(held, Tensor) and held.ndim >= 3]
 
 
 def _held(layer: Any) -> Any:

@@ -40,8 +40,8 @@ def no_float32_islands() -> Iterator[None]:
     Inside, ``x.float()``, ``x.to(torch.float32)``, ``x.type(torch.float32)`` and ``softmax(x, dtype=torch.float32)``
     (and ``log_softmax``, ``sum``, ``mean``, ``cumsum``, ``zeros_like``) of a float64 ``x`` stay in float64; a product
     of a float64 and a float32 matrix is computed in float64. Where float64 is the default dtype, what is made of
-    integers and by ``torch.zeros`` is in float64 too. All else is converted as ever; so is a module as a whole
-    (``model.float()``). A backward and what it recomputes belong inside too. Contexts may be nested,
+    integers and by ``torch.zeros`` is in float64 too, and modules stay in it. All else is converted as ever; so is a
+    module as a whole (``model.float()``). A backward and what it recomputes belong inside too. Contexts may be nested,
     and also decorate functions; `WorkerPool.run` called inside one runs its function inside one on every rank. What
     TorchScript compiles is compiled with torch's own functions: an island in it stays one.
 
@@ -179,14 +179,15 @@ _MIXED = {torch.float64, torch.float32}
 
 
 def _suspending(native: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``native``, which converts whole modules, convert as it was asked to."""
+    """Let ``native``, which converts whole modules, convert as it was asked to, but where float64 is the default."""
 
     @functools.wraps(native)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _State.suspended += 1
+        converts = torch.get_default_dtype() is not torch.float64
+        _State.suspended += converts
         try:
             return native(*args, **kwargs)
         finally:
-            _State.suspended -= 1
+            _State.suspended -= converts
 
     return call

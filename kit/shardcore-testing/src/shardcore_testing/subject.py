@@ -31,7 +31,17 @@ from shardcore.plugins.registry import GROUP, Registry, default_registry
 from shardcore.policy import Policy
 from shardcore_testing.cases import Case
 
-__all__ = ["Subject", "adamw", "cases_of", "checkpointing", "flat", "meta_copy", "registry_of", "torch_lacks"]
+__all__ = [
+    "Subject",
+    "adamw",
+    "cases_of",
+    "checkpointing",
+    "flat",
+    "meta_copy",
+    "prompt_of",
+    "registry_of",
+    "torch_lacks",
+]
 
 Value = TypeVar("Value")
 
@@ -167,9 +177,8 @@ class Subject:
         return inputs
 
     def prompt(self, model: Any) -> dict[str, Any]:
-        """Return the arguments of a generation: the main input and its mask."""
-        names = {getattr(model, "main_input_name", "input_ids"), "input_ids", "attention_mask"}
-        return {name: value for name, value in self.inputs(model).items() if name in names}
+        """Return the arguments of a generation."""
+        return prompt_of(self.inputs(model))
 
     def loss(self, out: Any) -> Tensor:
         """Return the loss of a model's output.
@@ -197,6 +206,15 @@ class Subject:
         found: list[Any] = [None] * self.tp * self.dp
         dist.all_gather_object(found, value)
         return found
+
+
+def prompt_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call that a generation takes: tensors, without labels and what a decoder is given."""
+    return {
+        name: value
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and not name.endswith("labels") and "decoder" not in name
+    }
 
 
 def _item(out: Any, name: str) -> Any:

@@ -7,26 +7,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_STD = 0.2
 _ROWS, _LENGTH, _WORDS = 3, 7, 5  # no number of ranks divides any
 _PADDING = ((0, 3, 1), (2, 0, 5), (4, 4, 0))
 
 
-def tiny(model_class: Any, *, seed: int = 0, **settings: Any) -> Any:
+def tiny(model_class: Any, *, seed: int = 0, dropout: float | None = None, std: float = _STD, **settings: Any) -> Any:
     """Return a model of transformers in float64, with every parameter random; experts are multiplied one by one.
 
     Args:
         model_class: its class, such as ``transformers.OPTForCausalLM``.
         seed: of the parameters.
+        dropout: of every dropout that its configuration, or one inside of it, names; None leaves them as they are.
+        std: of the parameters.
         **settings: of its configuration.
     """
-    model = model_class(model_class.config_class(**settings))
+    config = model_class.config_class(**settings)
+    if dropout is not None:
+        set_dropouts(config, dropout)
+    model = model_class(config)
     for config in [module.config for module in model.modules() if hasattr(module, "config")]:
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"  # the default multiplies in no float64
-    return randomized(model, seed)
+    return randomized(model, seed, std)
 
 
-def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
+def set_dropouts(config: Any, probability: float) -> None:
+    """Set what a configuration of transformers, or one inside of it, says of dropouts, by its name."""
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "model_type"):
+            set_dropouts(value, probability)
+        elif is_dropout(name, value):
+            setattr(config, name, probability)
+
+
+def is_dropout(name: str, value: Any) -> bool:
+    """Tell whether a field of a configuration is the probability of a dropout."""
+    return (isinstance(value, float) and "drop" in name) or (value is None and name.endswith("_dropout"))
+
+
+def randomized(model: nn.Module, seed: int = 0, std: float = _STD) -> nn.Module:
     """Fill the parameters of ``model`` at random, biases and scales too, and return it in float64.
 
     The weights of norms lie around 1: around 0, tokens would differ by little where a block ends with a norm.
@@ -37,7 +57,7 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
             middle = float("Norm" in type(module).__name__)
             for name, parameter in module.named_parameters(recurse=False):
                 around = middle if name == "weight" else 0.0
-                parameter.copy_(around + 0.2 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(around + std * torch.randn(parameter.shape, generator=generator))
     return model.double()
 
 
