@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardcore_testing.findings import Ledger, difference
+from shardcore_testing.islands import default_dtype
 from shardcore_testing.parity import gradient_errors
 from shardcore_testing.subject import Subject
 
@@ -19,7 +20,7 @@ _TOLERANCE = 1e-4  # float32, and gradients relative to the largest
 
 def default_experts(s: Subject, ledger: Ledger) -> None:
     """A mixture in float32, whose experts compute as its library has them do by default: outputs, loss, gradients."""
-    with ledger.check("default experts"):
+    with ledger.check("default experts"), default_dtype(torch.float32):  # in float64 nothing else is left of it
         if not s.case.supports.experts:
             ledger.closed("experts")
             return
@@ -27,8 +28,7 @@ def default_experts(s: Subject, ledger: Ledger) -> None:
         if not hasattr(config, "_experts_implementation"):
             ledger.closed("its experts compute in one way")
             return
-        reference = s.build(**{name: width for name, width in _WIDTH.items() if hasattr(config, name)})
-        reference = reference.bfloat16().float()  # what is in float64 would stay there
+        reference = s.build(**{name: width for name, width in _WIDTH.items() if hasattr(config, name)}).float()
         reference.config._experts_implementation = _default(reference)
         model = s.shard(copy.deepcopy(reference))
         like = next(reference.parameters())  # a dtype by its name would stay float64 where there are no islands

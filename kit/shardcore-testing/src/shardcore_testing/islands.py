@@ -65,11 +65,17 @@ def no_float32_islands() -> Iterator[None]:
 @contextmanager
 def in_float64() -> Iterator[None]:
     """Make float64 the default dtype, and leave it nowhere: a model may make masks and zeros of the default."""
+    with default_dtype(torch.float64), no_float32_islands():
+        yield
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make ``dtype`` the default, and go back to the one before."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
-        with no_float32_islands():
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)
 
