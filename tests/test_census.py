@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("transformers")
 
@@ -99,3 +101,15 @@ def test_first_is_a_class_of_each_type_that_has_a_plan_and_no_pack() -> None:
         < names.index("LlamaForTokenClassification")
     )
     assert len(set(map(kinds.get, names[:100]))) == 100
+
+
+@pytest.mark.parametrize(("error", "state"), [(5e-6, "random"), (5e-4, "differs")])
+def test_a_model_of_rounding_alone_is_random_as_far_as_its_own_gradients_change(monkeypatch, error, state) -> None:
+    def answered(rank, compared):
+        return {"state": "differs", "error": error, "rank": rank}
+
+    monkeypatch.setattr(census, "answer_of_rank", answered)
+    monkeypatch.setattr(census, "change_of_gradients", lambda model, inputs: 1e-6)
+    model = nn.Linear(2, 2).double()
+    found = census.on_ranks(model, {"input": torch.ones(3, 2, dtype=torch.float64)}, None)
+    assert found["state"] == state

@@ -22,11 +22,11 @@ from shardcore_scaffold.draft import Draft, plan_of
 from shardcore_scaffold.infer import loss_of
 from shardcore_scaffold.stages import stacks
 from shardcore_testing.cases import Supports
+from shardcore_testing.checks_pipeline import MOST_STAGES
 from shardcore_testing.islands import in_float64
 from shardcore_testing.subject import prompt_of
 
 _SIZES = (1, 2, 3, 4)
-_STAGES = 6  # into which the kit cuts at most
 _WIDTH = 120
 
 
@@ -236,7 +236,7 @@ def _can_be_cut(model: nn.Module, inputs: Mapping[str, Any], draft: Draft) -> bo
     if plan is None or plan.stages is None or blocks < 2:
         return False
     try:
-        trace = StageTracer(model, Cut.of(model, plan.stages, min(blocks, _STAGES)), torch.device("cpu"))
+        trace = StageTracer(model, Cut.of(model, plan.stages, min(blocks, MOST_STAGES)), torch.device("cpu"))
         trace(dict(inputs), lambda out, _: loss_of(out))
     except ShardcoreError:
         return False

@@ -18,7 +18,7 @@ from shardcore_testing.parity import whole
 from shardcore_testing.subject import Subject, checkpointing, flat, meta_copy
 
 _MICRO_BATCHES = 2
-_MOST_STAGES = 6
+MOST_STAGES = 6
 
 
 def pipeline(s: Subject, ledger: Ledger) -> None:
@@ -152,7 +152,7 @@ def _finest(s: Subject, model: nn.Module) -> Cut | None:
     if stages is None:
         raise ShardcoreError("the policy has no stages=Stages(...), which say where the model can be cut")
     blocks = sum(len(list(model.get_submodule(name).children())) for name in stages.lists)
-    return Cut.of(model, stages, min(blocks, _MOST_STAGES)) if blocks > 1 else None
+    return Cut.of(model, stages, min(blocks, MOST_STAGES)) if blocks > 1 else None
 
 
 def _traced(s: Subject, model: nn.Module, cut: Cut) -> list[tuple[dict[str, Any], Any]]:

@@ -209,11 +209,11 @@ class Subject:
 
 
 def prompt_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that a generation takes: tensors, without labels and what a decoder is given."""
+    """Return the arguments of a call that a generation takes: tensors, but no labels and nothing for one half alone."""
     return {
         name: value
         for name, value in inputs.items()
-        if isinstance(value, Tensor) and not name.endswith("labels") and "decoder" not in name
+        if isinstance(value, Tensor) and not name.endswith("labels") and "coder" not in name
     }
 
 

@@ -57,7 +57,7 @@ def randomized(model: nn.Module, seed: int = 0, std: float = _STD) -> nn.Module:
             middle = float("Norm" in type(module).__name__)
             for name, parameter in module.named_parameters(recurse=False):
                 around = middle if name == "weight" else 0.0
-                parameter.copy_(around + std * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(around + std * torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
     return model.double()
 
 
