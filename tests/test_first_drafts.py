@@ -259,11 +259,18 @@ def test_experts_with_biases_are_split() -> None:
     assert found.doubts == []
 
 
+def test_samples_that_are_dropped_are_dropped_on_all_ranks() -> None:
+    _, found = draft("Dinov2Model")
+    assert found.sequence
+    assert 'shared_rng("drop_path"),' in found.rows["Dinov2Layer"]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("ConvBertForMaskedLM", "convbert.encoder.layer: tokens are mixed outside of the regions"),
         ("MambaForCausalLM", "there is no list of blocks"),
+        ("PhimoeForCausalLM", "its blocks draw numbers"),  # a router samples
         ("XLNetLMHeadModel", "of 2 tokens were expected in its second dim"),  # rows come second
     ],
 )

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardcore_testing import WorkerPool, no_float32_islands
 from shardcore_testing.checks import examine
-from shardcore_testing.islands import in_float64, without_islands
+from shardcore_testing.islands import default_dtype, in_float64, without_islands
 from shardcore_testing.subject import Subject
 
 ISLANDS = [
@@ -114,6 +114,9 @@ def test_what_is_made_of_integers_and_of_nothing_is_in_float64_by_default():
         made = [ones.float(), zeros, torch.as_tensor(ones, dtype=torch.float32), torch.full((), 1.0)]
         with torch.device("meta"):
             assert torch.zeros(2).is_meta
+        made.append(nn.Linear(2, 2).to(torch.float32).weight)  # a router that converts itself in its forward
+        with default_dtype(torch.float32):
+            assert nn.Linear(2, 2).double().float().weight.dtype == torch.float32
     assert {each.dtype for each in made} == {torch.float64}
     assert torch.zeros(2).dtype == torch.float32
 

@@ -11,7 +11,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,7 +35,7 @@ _NOT_CACHED = (
 _KINDS = "give a folder, a config.json, a class of transformers or package.module.Class"
 
 
-def meta_model(source: str) -> nn.Module:
+def meta_model(source: str, *, default: Callable[[Any], Any] = lambda cls: cls.config_class()) -> nn.Module:
     """Return the model that ``source`` names, on the meta device, in its configuration's dtype; no weights are read.
 
     Args:
@@ -43,6 +43,7 @@ def meta_model(source: str) -> nn.Module:
             local cache (the network is not asked), or a class name: of transformers (built with its default
             configuration) or with its module, ``package.module.Class`` (called without arguments unless it is a
             transformers model).
+        default: makes the configuration of a class of transformers that is named alone.
 
     Raises:
         ConfigError: there is no such thing, it cannot be built, the configuration names no model of transformers, or
@@ -58,8 +59,8 @@ def meta_model(source: str) -> nn.Module:
         config = None
     try:
         with torch.device("meta"):
-            if config is None and (config_class := getattr(cls, "config_class", None)) is not None:
-                config = config_class()
+            if config is None and getattr(cls, "config_class", None) is not None:
+                config = default(cls)
             model: nn.Module = cls(config) if config is not None else cls()
         if isinstance(dtype := getattr(config, "dtype", None), torch.dtype):
             model.to(dtype)

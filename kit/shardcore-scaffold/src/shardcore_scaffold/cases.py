@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import textwrap
@@ -23,8 +24,9 @@ from shardcore_scaffold.infer import loss_of
 from shardcore_scaffold.stages import stacks
 from shardcore_testing.cases import Supports
 from shardcore_testing.checks_pipeline import MOST_STAGES
+from shardcore_testing.checks_random import cached_heads
 from shardcore_testing.islands import in_float64
-from shardcore_testing.subject import prompt_of
+from shardcore_testing.subject import checkpointing, prompt_of
 
 _SIZES = (1, 2, 3, 4)
 _WIDTH = 120
@@ -109,6 +111,7 @@ def _loss(out: Any) -> tuple[str, str]:
     """
     if isinstance(out, Mapping):
         numbers = [f'out["{name}"]' for name, value in out.items() if _is_number(value)]
+        numbers += [f'*out["{name}"]' for name, value in out.items() if _are_numbers(value)]
         hidden = "last_hidden_state" in out or not numbers
         return ("", "") if "loss" in out else ("hidden_loss",) * 2 if hidden else _mean(numbers)
     if isinstance(out, list | tuple):
@@ -119,6 +122,10 @@ def _loss(out: Any) -> tuple[str, str]:
 
 def _mean(numbers: Sequence[str]) -> tuple[str, str]:
     return f"weighted_mean({', '.join(numbers)})", "weighted_mean"
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_number, value))
 
 
 def _is_number(value: Any) -> bool:
@@ -218,14 +225,15 @@ def _supports(model: Any, inputs: Mapping[str, Any], draft: Draft, live: bool) -
 
 
 def _generates(model: Any, inputs: Mapping[str, Any]) -> bool:
-    """Tell whether a model generates from the arguments that the kit leaves of a call."""
+    """Tell whether a model generates, with a cache, from the arguments that the kit leaves of a call."""
     if not (hasattr(model, "can_generate") and model.can_generate()):
         return False
+    way = {"max_new_tokens": 2, "do_sample": False, "use_cache": True, "return_dict_in_generate": True}
     try:
-        copy.deepcopy(model).generate(**prompt_of(inputs), max_new_tokens=2, do_sample=False)
+        out = copy.deepcopy(model).generate(**prompt_of(inputs), **way)
     except Exception:  # from others, which are not known here
         return False
-    return True
+    return bool(cached_heads(out))
 
 
 def _can_be_cut(model: nn.Module, inputs: Mapping[str, Any], draft: Draft) -> bool:
@@ -238,7 +246,7 @@ def _can_be_cut(model: nn.Module, inputs: Mapping[str, Any], draft: Draft) -> bo
     try:
         trace = StageTracer(model, Cut.of(model, plan.stages, min(blocks, MOST_STAGES)), torch.device("cpu"))
         trace(dict(inputs), lambda out, _: loss_of(out))
-    except ShardcoreError:
+    except Exception:  # from the model's own code too, of which a stage has not all
         return False
     return True
 
@@ -262,7 +270,7 @@ def _cases(
         if (cost := _cost(model, draft, above)) is not None and cost != (2, 2):
             given.append(f"collectives={cost!r}")
     parameters = plan.parameters if (plan := _plan(model, draft, 2)) else ()
-    inside = tuple(f"{blocks}." for blocks in draft.stages.get("blocks", ()))
+    inside = tuple(f"{blocks}." for blocks in (plan.stages.lists if plan and plan.stages else ()))
     kept = [p for p in parameters if p.name.startswith(inside) and p.layout and p.layout.placement.is_replicate()]
     names = [p.name.removesuffix(".weight") for p in kept if isinstance(_owner(model, p.name), nn.Linear)]
     whole = sorted({_within(name, draft) for name in (*draft.whole, *names)})
@@ -311,8 +319,13 @@ def _plan(model: nn.Module, draft: Draft, ranks: int, **fields: int) -> ShardPla
 
 def _counted(model: nn.Module, draft: Draft) -> str:
     """Return the list whose blocks are counted: one of several, which are recomputed if any are."""
-    lists = [(name, list(model.get_submodule(name).children())) for name in (*draft.lists, *stacks(model))]
-    found = [(not hasattr(blocks[0], "gradient_checkpointing"), name) for name, blocks in lists if len(blocks) > 1]
+    again = copy.deepcopy(model)
+    with contextlib.suppress(Exception):  # it cannot be
+        checkpointing(again, {"use_reentrant": False})
+    lists = [(name, list(again.get_submodule(name).children())) for name in (*draft.lists, *stacks(model))]
+    found = [
+        (not getattr(blocks[0], "gradient_checkpointing", False), name) for name, blocks in lists if len(blocks) > 1
+    ]
     return min(found, key=lambda each: each[0])[1] if found else ""
 
 

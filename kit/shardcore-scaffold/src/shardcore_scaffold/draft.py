@@ -96,7 +96,7 @@ def lines(draft: Draft) -> Iterator[str]:
     yield "}"
 
 
-_OF_SEVERAL = re.compile(r'(replicate|norm)\("([^"]+)"(.*)\),')  # words of as many names as there are
+_OF_SEVERAL = re.compile(r'(replicate|norm|shared_rng)\("([^"]+)"(.*)\),')  # words of as many names as there are
 _LINE = 112  # in the body of a method
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from shardcore.errors import ConfigError
 from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore_scaffold import Draft, Example, write_pack
+from shardcore_scaffold.checkpoints import configuration
 from shardcore_scaffold.rounding import calmest
 from shardcore_scaffold.small import small_model
 from shardcore_testing.islands import in_float64
@@ -33,9 +34,15 @@ def new_pack(name: str, model: str | None, example: str | None, into: Path) -> t
     return write_pack(name, _of_transformers(model) if model is not None else _given(str(example)), into)
 
 
+_EXAMPLE = (
+    "Write a function that returns a small model and the keyword arguments of a call, and give it as --example "
+    "package.module:function"
+)
+
+
 @in_float64()
 def _of_transformers(source: str) -> Example:
-    empty = meta_model(source)
+    empty = meta_model(source, default=configuration)
     cls = type(empty)
     if getattr(cls, "config_class", None) is None:
         raise ConfigError(
@@ -45,12 +52,12 @@ def _of_transformers(source: str) -> Example:
     try:
         small = small_model(cls, empty.config, generating=True)
     except ConfigError as error:
-        raise ConfigError(
-            f"{str(error).rstrip('.')}. Write a function that returns a small model and the keyword arguments of a "
-            "call, and give it as --example package.module:function"
-        ) from error
+        raise ConfigError(f"{str(error).rstrip('.')}. {_EXAMPLE}") from error
     build = functools.partial(tiny, cls, **small.settings)
-    std, tolerance = calmest(lambda std: build(dropout=0.0, std=std).train(), small.inputs)
+    try:
+        std, tolerance = calmest(lambda std: build(dropout=0.0, std=std).train(), small.inputs)
+    except Exception as error:
+        raise ConfigError(f"{cls.__name__} was not trained with what its forward takes: {error}. {_EXAMPLE}") from error
     return Example(
         small.model,
         small.inputs,

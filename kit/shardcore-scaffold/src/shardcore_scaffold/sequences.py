@@ -7,7 +7,8 @@ outputs of the regions taken for constants, a token's states depend on that toke
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import copy
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,11 @@ def add_sequences(draft: Draft, facts: Facts) -> str:
     for cls_name, texts in rules.items():
         (text,) = set(texts.values())
         draft.add(cls_name, "sequence", text if facts.places(cls_name) == texts.keys() else optional(text))
+    for path in facts.modules:  # a sample is dropped as a whole, on all ranks or on none
+        block = facts.owner(path) if path.rpartition(".")[2].startswith("drop_path") else None
+        if block is not None and any(path.startswith(f"{name}.") for name in draft.lists):
+            cls = type(facts.modules[block])
+            draft.add(cls.__name__, "shared_rng", f'shared_rng("{path[len(block) + 1 :]}"),')
     return ""
 
 
@@ -86,7 +92,18 @@ class _Run:
                 return f"its blocks take {tuple(before.shape)} and give {tuple(after.shape)}, which is no sequence"
             if _mixes(before, after):
                 return "tokens are mixed outside of the regions that are split"
-        return ""
+        return "its blocks draw numbers, which ranks would draw apart" if self._draws(first, last) else ""
+
+    def _draws(self, first: str, last: str) -> bool:
+        """Tell whether the blocks draw numbers in training, where dropouts are 0: a router may."""
+        states: list[Tensor] = []
+        with suppress(Exception):  # of what cannot be called in training, its tests say why
+            model = copy.deepcopy(self.facts.model).train()
+            blocks = model.get_submodule(self.path)
+            blocks.get_submodule(first).register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state()))
+            blocks.get_submodule(last).register_forward_hook(lambda *_: states.append(torch.get_rng_state()))
+            self.facts.call(model)
+        return any(not torch.equal(before, after) for before, after in zip(states[::2], states[1::2], strict=False))
 
     def _ends_a_region(self, name: str) -> bool:
         return any(

@@ -298,8 +298,10 @@ def _settings(config: Any, way: Way, count: int, tokens: dict[str, int]) -> dict
         token = re.fullmatch(r"(\w+)_token_(id|index|idx)", name)
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             found[name] = {**_settings(value, way, count, tokens), "model_type": value.model_type}
-        elif isinstance(value, float) and re.search(r"jitter|noise|^mask_\w+_prob$", name):
+        elif isinstance(value, float) and re.search(r"jitter|noise|layer_?drop|^mask_\w+_prob$", name):
             found[name] = 0.0  # what is compared draws nothing
+        elif name == "pos_embed_rescale":
+            found[name] = None  # drawn anew for each call
         elif re.fullmatch(r"(width|depth)_coefficient", name):
             found[name] = 1.0
         elif token and (isinstance(value, int | list) or (way.unset and name == "pad_token_id")):

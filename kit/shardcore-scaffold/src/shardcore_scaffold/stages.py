@@ -20,12 +20,21 @@ def lists_of(model: nn.Module, blocks: Collection[str]) -> list[str]:
 
 
 def _whole_blocks(model: nn.Module, path: str) -> str:
-    """Return the list around the list at ``path`` if entries of that one are unlike and of this one alike."""
+    """Return the list around the list at ``path`` of whose entries it is a part, else ``path``.
+
+    That are entries that are recomputed as a whole, and those that are alike where what is in each of them is unlike.
+    """
     entry = path.rpartition(".")[0]
-    outer = entry.rpartition(".")[0]
-    kinds = [{type(each) for each in model.get_submodule(name).children()} for name in (path, outer)]
-    around = entry and isinstance(model.get_submodule(outer), LISTS)
-    return outer if around and len(kinds[0]) > 1 == len(kinds[1]) else path
+    inside = [type(each) for each in model.get_submodule(path).children()]
+    while entry:
+        outer = entry.rpartition(".")[0]
+        entries = model.get_submodule(outer)
+        if isinstance(entries, LISTS):
+            alike = len({type(each) for each in entries}) == 1 < len(set(inside))
+            if alike or hasattr(type(model.get_submodule(entry)), "gradient_checkpointing"):
+                return outer
+        entry = outer
+    return path
 
 
 def stacks(model: nn.Module) -> list[str]:

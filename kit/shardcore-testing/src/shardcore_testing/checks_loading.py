@@ -58,7 +58,7 @@ def _add_strangers(folder: Path) -> None:
     """Put files beside a checkpoint that are not of it: what an earlier one has left, and one in another precision."""
     file = min(folder.glob("*.safetensors"))
     others = {name: 3 * tensor for name, tensor in load_file(file).items()}
-    for name in ("model-00098-of-00099.safetensors", "model.fp16.safetensors"):
+    for name in ("model-99998-of-99999.safetensors", "model.fp16.safetensors"):
         save_file(others, folder / name, metadata={"format": "pt"})
 
 

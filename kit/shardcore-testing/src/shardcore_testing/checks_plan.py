@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from shardcore.errors import AlreadyShardedError, PlanError
 from shardcore.nn.layout import ReplicatedLayout
@@ -228,7 +229,7 @@ def identity(s: Subject, ledger: Ledger) -> None:
 
 
 def _classes(model: nn.Module) -> list[type]:
-    return [type(module) for module in model.modules()]
+    return [type_before_parametrizations(module) for module in model.modules()]
 
 
 def _methods(model: nn.Module) -> dict[str, int]:

@@ -175,7 +175,7 @@ def _cache(s: Subject, ledger: Ledger, reference: Any, model: Any, prompt: Any) 
     an attention that the case says is whole all ranks hold all.
     """
     way = {**_GREEDY, "use_cache": True, "return_dict_in_generate": True}
-    wanted, got = (_heads(m.generate(**prompt, **way)) for m in (reference, model))
+    wanted, got = (cached_heads(m.generate(**prompt, **way)) for m in (reference, model))
     ledger.true(bool(wanted), "the unsharded model returns no cache of keys: that caches are local is not seen (H18)")
     ledger.true(len(wanted) == len(got), f"the cache has {len(got)} layers, wanted {len(wanted)} (H18)")
     for index, (whole, *parts) in enumerate(zip(wanted, *s.gathered(got), strict=False)):
@@ -194,7 +194,7 @@ def _is_whole(s: Subject, index: int) -> bool:
     return bool(names) and all(any(part in name for part in s.case.whole) for name in names)
 
 
-def _heads(out: Any) -> list[int]:
+def cached_heads(out: Any) -> list[int]:
     """Return the number of heads in every layer of a cache: of keys, or of the states of a mixer.
 
     Of both its caches, if it has one for another sequence.

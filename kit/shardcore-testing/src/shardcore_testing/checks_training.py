@@ -222,7 +222,7 @@ def communication(s: Subject, ledger: Ledger) -> None:
         made = s.plan(whole_model)
         name = s.blocks(whole_model, made)
         count = len(list(whole_model.get_submodule(name).children())) if name else 0
-        if not count or (count < 2 and not s.case.layers):
+        if not name or (count < 2 and not s.case.layers):
             ledger.closed("neither the case nor the policy names blocks of which there are two")
             return
         if count < 2:
@@ -284,7 +284,7 @@ def _raises(s: Subject, model: Any) -> str | None:
     """Return what an unsharded model raises when it is called: it may weigh the outputs of all its blocks."""
     try:
         with torch.no_grad():
-            model(**s.inputs(model))
+            s.loss(model(**s.inputs(model)))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -34,6 +34,8 @@ def tiny(model_class: Any, *, seed: int = 0, dropout: float | None = None, std: 
 
 def set_dropouts(config: Any, probability: float) -> None:
     """Set what a configuration of transformers, or one inside of it, says of dropouts, by its name."""
+    if not hasattr(config, "classifier_dropout"):
+        config.classifier_dropout = probability  # without it, a head for the classes of tokens drops a tenth
     for name, value in list(vars(config).items()):
         if hasattr(value, "model_type"):
             set_dropouts(value, probability)
@@ -42,8 +44,9 @@ def set_dropouts(config: Any, probability: float) -> None:
 
 
 def is_dropout(name: str, value: Any) -> bool:
-    """Tell whether a field of a configuration is the probability of a dropout."""
-    return (isinstance(value, float) and "drop" in name) or (value is None and name.endswith("_dropout"))
+    """Tell whether a field of a configuration is the probability of a dropout, but not of whole layers."""
+    named = "drop" in name and "layerdrop" not in name.replace("_", "")
+    return (isinstance(value, float) and named) or (value is None and name.endswith("_dropout"))
 
 
 def randomized(model: nn.Module, seed: int = 0, std: float = _STD) -> nn.Module:
