@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
-
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
 _TURNS = {"rope_type": "default", "rope_theta": 1e4}
 _SLIDING = [*["sliding_attention"] * 3, "full_attention"]
@@ -76,6 +74,6 @@ def _settings(config: Any) -> dict[str, Any]:
     """Return what a configuration is built from, so that it and its parts have the switches of checkpoints."""
     found = dict(_SETTINGS.get(config.model_type, {}))
     for name, part in vars(config).items():
-        if isinstance(part, transformers.PreTrainedConfig) and (inner := _settings(part)):
+        if hasattr(part, "model_type") and (inner := _settings(part)):
             found[name] = type(part)(**inner).to_dict()
     return found
