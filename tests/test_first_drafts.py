@@ -20,17 +20,15 @@ from shardcore_testing import Case, Supports, WorkerPool, text_batch
 from shardcore_testing.checks import examine
 from shardcore_testing.findings import Finding
 from shardcore_testing.subject import Subject
-from shardcore_testing.tiny_models import randomized, tiny
 
 transformers = pytest.importorskip("transformers")
 
 from shardcore_scaffold import infer, inferred  # noqa: E402
 from shardcore_scaffold.calls import like  # noqa: E402
 from shardcore_scaffold.cases import Example, cases  # noqa: E402
-from shardcore_scaffold.draft import Draft, lines, source  # noqa: E402
+from shardcore_scaffold.draft import source  # noqa: E402
 from shardcore_scaffold.guess import guess  # noqa: E402
 from shardcore_scaffold.infer import build, loss_of  # noqa: E402
-from shardcore_scaffold.rounding import calmest  # noqa: E402
 from shardcore_scaffold.small import small_model  # noqa: E402
 
 #: Classes that no pack of this project was written for, and some whose layouts are unusual, with the least share of
@@ -128,51 +126,6 @@ def test_a_head_is_called_with_what_it_learns_from(name: str) -> None:
             assert set(inputs["labels"].unique().tolist()) == {0, 1}  # whether a token was replaced
 
 
-def test_the_case_of_a_head_compares_what_it_returns() -> None:
-    small, found = draft("ElectraForQuestionAnswering")
-    text = cases("electra", Example(small.model, small.inputs, small.settings, text=True), found)
-    assert "return text_batch(model, seed)" in text
-    assert 'outputs=("start_logits", "end_logits")' in text
-
-
-def test_no_setting_is_a_dropout_and_every_dropout_is_set() -> None:
-    given = transformers.ElectraConfig.from_dict({"transformers_version": "5.0.0", "classifier_dropout": None})
-    small = small_model(transformers.ElectraForTokenClassification, given)
-    found = guess(small.model, lambda model: model(**small.inputs))
-    text = cases("electra", Example(small.model, small.inputs, small.settings, std=0.1), found)
-    assert "transformers_version" not in text
-    assert max(map(len, text.splitlines())) <= 120
-    assert not [name for name in small.settings if "drop" in name]
-    assert "tiny(ElectraForTokenClassification, dropout=dropout, std=0.1, **{**SETTINGS, **options})" in text
-    config = tiny(transformers.ElectraForTokenClassification, dropout=0.25, **small.settings).config
-    assert (config.classifier_dropout, config.hidden_dropout_prob) == (0.25, 0.25)
-
-
-def test_dropouts_of_configurations_inside_are_set() -> None:
-    config = tiny(transformers.CLIPModel, dropout=0.25, **small_model(transformers.CLIPModel).settings).config
-    assert config.text_config.attention_dropout == config.vision_config.attention_dropout == 0.25
-
-
-def test_random_parameters_are_small_where_rounding_grows() -> None:
-    def build(std: float, depth: int) -> nn.Module:
-        return randomized(nn.Sequential(*(nn.Linear(48, 48) for _ in range(depth))), std=std)
-
-    inputs = {"input": torch.linspace(-1, 1, 96, dtype=torch.float64).view(2, 48)}
-    assert calmest(functools.partial(build, depth=1), inputs) == (0.2, 1e-12)
-
-    class Growing(nn.Module):
-        def __init__(self, std: float) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((48,), std, dtype=torch.float64))
-
-        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # as that of the sequence
-            return (self.weight * input * 1e9).sin()
-
-    std, tolerance = calmest(Growing, inputs)
-    assert std == 0.05
-    assert tolerance == 1e-8  # more would hide mistakes
-
-
 def test_blocks_of_several_parts_are_what_a_list_holds() -> None:
     _, found = draft("SwitchTransformersForConditionalGeneration")
     assert found.lists == ["encoder.block", "decoder.block"]
@@ -183,20 +136,6 @@ def test_blocks_in_which_nothing_is_split_can_be_cut_all_the_same() -> None:
     _, found = draft("MambaForCausalLM")
     assert not found.lists
     assert found.stages["blocks"] == ["backbone.layers"]
-
-
-def test_rows_that_say_the_same_are_one() -> None:
-    found = Draft()
-    for name in ("one", "two"):
-        found.add("Block", "replicate", f'replicate("{name}"),')
-        found.add("Block", "norm", f'norm("{name}", rms="eps"),')
-    found.add("Block", "replicate", 'replicate("three", optional=True),')
-    wanted = 'replicate("one", "two"), norm("one", "two", rms="eps"), replicate("three", optional=True)'
-    assert list(lines(found)) == ["return {", f'    "Block": [{wanted}],', "}"]
-    for number in range(20):
-        found.add("Block", "replicate", f'replicate("a_longer_name.{number}"),')
-    assert max(map(len, lines(found))) <= 112
-    assert "".join(lines(found)).count("a_longer_name") == 20
 
 
 def test_a_model_may_keep_what_it_computed() -> None:
