@@ -8,10 +8,11 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from shardcore_scaffold import Example, infer, write_pack  # noqa: E402
-from shardcore_scaffold.draft import source  # noqa: E402
+from shardcore_scaffold import Example, infer, proof, write_pack  # noqa: E402
+from shardcore_scaffold.facts import Facts  # noqa: E402
 from shardcore_scaffold.guess import guess  # noqa: E402
 from shardcore_scaffold.small import small_model  # noqa: E402
+from shardcore_testing.findings import Finding  # noqa: E402
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -41,7 +42,7 @@ class Ranking(nn.Module):
 
 def _drafted(model: nn.Module, **options: bool):
     ids = torch.arange(1, 11).view(2, 5)
-    return guess(model, lambda model: model(ids), **options)
+    return guess(Facts(model, lambda model: model(ids)), **options)
 
 
 def test_a_model_inside_is_left_to_its_pack(tmp_path) -> None:
@@ -67,20 +68,19 @@ def test_who_drafts_for_a_class_with_a_pack_gets_another_policy() -> None:
     assert "LlamaDecoderLayer" in _drafted(model).rows
 
 
-@pytest.mark.parametrize("problem", [{"sequence": "differs"}, None])
-def test_what_does_not_hold_around_a_pack_is_found_out_anew(monkeypatch, problem) -> None:
-    small = small_model(transformers.EncoderDecoderModel)
-    proved = []
+@pytest.mark.parametrize("differs", ["training", "sequence"])
+def test_what_does_not_hold_around_a_pack_is_found_out_anew(monkeypatch, differs: str) -> None:
+    drafts: list[str] = []
 
-    def proof(module, name, config, draft, inputs):
-        proved.append(source(type(small.model), draft))
-        if len(proved) == 1 and problem is None:
-            raise infer.ConfigError("it is not exact")
-        return "proved", problem if len(proved) == 1 else {}
+    def examined(pool, subject, section, **options) -> list[Finding]:
+        drafts.append(subject.case.policy)
+        state = "failed" if section == differs and len(set(drafts)) == 1 else "passed"
+        return [Finding(check=section, state=state, message="differs")]
 
-    monkeypatch.setattr(infer, "_proof", proof)
-    config = small.model.config.to_json_string(use_diff=False)
+    monkeypatch.setattr(proof, "examine", examined)
+    config = small_model(transformers.EncoderDecoderModel).model.config.to_json_string(use_diff=False)
+    first = infer.answer("transformers", "EncoderDecoderModel", config, proved=False)
+    assert "delegate(" in first["source"]
     told = infer.answer("transformers", "EncoderDecoderModel", config, proved=True)
-    assert "delegate(" in proved[0]
-    assert "delegate(" not in proved[1] == told["source"]
-    assert told["proof"] == "proved"
+    assert "delegate(" not in told["source"]
+    assert told["proof"]

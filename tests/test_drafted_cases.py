@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from shardcore_scaffold.cases import Example, cases  # noqa: E402
 from shardcore_scaffold.draft import Draft, lines  # noqa: E402
+from shardcore_scaffold.facts import Facts  # noqa: E402
 from shardcore_scaffold.guess import guess  # noqa: E402
 from shardcore_scaffold.rounding import calmest  # noqa: E402
 from shardcore_scaffold.small import small_model  # noqa: E402
@@ -21,7 +22,7 @@ from shardcore_scaffold.small import small_model  # noqa: E402
 
 def test_the_case_of_a_head_compares_what_it_returns() -> None:
     small = small_model(transformers.ElectraForQuestionAnswering)
-    found = guess(small.model, lambda model: model(**small.inputs))
+    found = guess(Facts(small.model, lambda model: model(**small.inputs)))
     text = cases("electra", Example(small.model, small.inputs, small.settings, text=True), found)
     assert "return text_batch(model, seed)" in text
     assert 'outputs=("start_logits", "end_logits")' in text
@@ -30,7 +31,7 @@ def test_the_case_of_a_head_compares_what_it_returns() -> None:
 def test_no_setting_is_a_dropout_and_every_dropout_is_set() -> None:
     given = transformers.ElectraConfig.from_dict({"transformers_version": "5.0.0", "classifier_dropout": None})
     small = small_model(transformers.ElectraForTokenClassification, given)
-    found = guess(small.model, lambda model: model(**small.inputs))
+    found = guess(Facts(small.model, lambda model: model(**small.inputs)))
     text = cases("electra", Example(small.model, small.inputs, small.settings, std=0.1), found)
     assert "transformers_version" not in text
     assert max(map(len, text.splitlines())) <= 120

@@ -23,10 +23,11 @@ from shardcore_testing.subject import Subject
 
 transformers = pytest.importorskip("transformers")
 
-from shardcore_scaffold import infer, inferred  # noqa: E402
+from shardcore_scaffold import infer, inferred, proof  # noqa: E402
 from shardcore_scaffold.calls import like  # noqa: E402
 from shardcore_scaffold.cases import Example, cases  # noqa: E402
 from shardcore_scaffold.draft import source  # noqa: E402
+from shardcore_scaffold.facts import Facts  # noqa: E402
 from shardcore_scaffold.guess import guess  # noqa: E402
 from shardcore_scaffold.infer import build, loss_of  # noqa: E402
 from shardcore_scaffold.small import small_model  # noqa: E402
@@ -63,7 +64,7 @@ NOT_CAPTURED = {*NO_SEQUENCE, "YosoForMaskedLM"}
 
 def draft(name: str):
     small = small_model(getattr(transformers, name))
-    return small, guess(small.model, lambda model: model(**small.inputs))
+    return small, guess(Facts(small.model, lambda model: model(**small.inputs)))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_a_model_may_keep_what_it_computed() -> None:
         module.kept = out  # what autograd made cannot be copied
 
     small.model.lm_head.register_forward_hook(keep)
-    found = guess(small.model, lambda model: model(**small.inputs))
+    found = guess(Facts(small.model, lambda model: model(**small.inputs)))
     assert found.regions == draft("StableLmForCausalLM")[1].regions
 
 
@@ -312,7 +313,7 @@ def test_what_was_not_proved_is_refused(monkeypatch, section: str, rule: str, do
         state, message = ("failed", "layers.0 differs") if examining == section else ("passed", "")
         return [Finding(check=section, state=state, message=message)]
 
-    monkeypatch.setattr(infer, "examine", examined)
+    monkeypatch.setattr(proof, "examine", examined)
     config = _stablelm().config.to_json_string(use_diff=False)
     found = infer.answer("transformers", "StableLmForCausalLM", config, proved=True)
     assert rule not in found["source"]

@@ -54,7 +54,7 @@ def example(seed=0, dropout=0.0):
 
 
 def new_pack(folder: Path, name: str = "shard-stablelm", model: str = MODEL, option: str = "--model"):
-    return CliRunner().invoke(main, ["new-pack", name, option, model, "--into", str(folder)])
+    return CliRunner().invoke(main, ["new-pack", name, option, model, "--into", str(folder), "--no-check"])
 
 
 class Environment:

@@ -38,6 +38,7 @@ from torch import nn
 from shardcore.errors import NoPolicyError, ShardcoreError
 from shardcore.plugins.registry import default_registry
 from shardcore_scaffold.draft import source
+from shardcore_scaffold.facts import Facts
 from shardcore_scaffold.guess import guess
 from shardcore_scaffold.inferred import policy_from
 
@@ -183,7 +184,7 @@ def measure(name: str) -> dict[str, Any]:
     except NoPolicyError:
         found["way"] = "drafted"
         try:
-            draft = guess(copy.deepcopy(model), lambda small: small(**inputs))
+            draft = guess(Facts(copy.deepcopy(model), lambda small: small(**inputs)))
         except ShardcoreError as error:
             return {**found, "state": "refused", "reason": str(error)}
         policy = policy_from(name, source(type(model), draft))

@@ -38,7 +38,7 @@ KITS = {
     "shardcore_loop": 1260,
     "shardcore_planner": 4600,
     "shardcore_testing": 5570,
-    "shardcore_scaffold": 5060,
+    "shardcore_scaffold": 5225,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.
 CORE = 27995

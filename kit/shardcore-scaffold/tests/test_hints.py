@@ -8,6 +8,7 @@ from torch import nn
 
 pytest.importorskip("transformers")  # which the command that drafts packs needs
 
+from shardcore_scaffold.facts import Facts
 from shardcore_scaffold.guess import guess
 
 COLUMNS = dict.fromkeys(("blocks.*.q", "blocks.*.k", "blocks.*.v"), "colwise")
@@ -54,6 +55,6 @@ def test_what_differs_is_said(plan: dict[str, str] | None, said: list[str]) -> N
     if plan is not None:
         model.tp_plan = plan
     x = torch.randn(2, 5, 12, dtype=torch.float64)
-    found = [doubt for doubt in guess(model, lambda model: model(x)).doubts if "tp_plan" in doubt]
+    found = [doubt for doubt in guess(Facts(model, lambda model: model(x))).doubts if "tp_plan" in doubt]
     assert len(found) == len(said)
     assert all(words in doubt for words, doubt in zip(said, found, strict=True))

@@ -11,6 +11,7 @@ from torch import nn
 pytest.importorskip("transformers")  # which the command that drafts packs needs
 
 from shardcore_scaffold.drafts import unseen
+from shardcore_scaffold.facts import Facts
 from shardcore_scaffold.guess import guess
 
 
@@ -42,7 +43,7 @@ def test_a_model_without_a_configuration_is_split_whole() -> None:
 
     torch.manual_seed(0)
     ids = torch.arange(10).view(2, 5)
-    found = guess(Model().double(), lambda model: model(ids))
+    found = guess(Facts(Model().double(), lambda model: model(ids)))
     assert 'attribute("h", per_rank),' in found.rows["_Attention"]  # counted by any name that is read
     assert any('heads="h"' in row for row in found.rows["_Attention"])
     rows = [row for row in found.rows["Model"] if "sequence" not in row]
@@ -81,6 +82,6 @@ def test_heads_that_are_no_keys_are_counted_by_their_own_module() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.blocks[1](self.blocks[0](x))
 
-    draft = guess(Model().double(), lambda model: model(torch.randn(2, 5, 12, dtype=torch.float64)))
+    draft = guess(Facts(Model().double(), lambda model: model(torch.randn(2, 5, 12, dtype=torch.float64))))
     assert 'region(col=segments("gates", 2, by="head"), row="o", heads="n_mixer_heads"),' in draft.rows["_Mixer"]
     assert not draft.checks

@@ -117,6 +117,7 @@ def _chunks(chunk):
 _CHANGES = {
     "bias": lambda logits, bias: torch.add(logits + bias, bias),
     "capped": lambda logits, bias: torch.tanh(torch.div(logits, 2.0) + bias) * 1.5,
+    "capped by another name": lambda logits, bias: torch.nn.functional.tanh(logits + bias) * 1.5,
 }
 
 

@@ -14,19 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from shardcore.errors import ShardcoreError
-from shardcore.pipeline import Cut, StageTracer
 from shardcore.plan.shard_plan import ShardPlan
 from shardcore_planner.communication import collectives, gathers_of_heads
 from shardcore_scaffold.arguments import FIXED
 from shardcore_scaffold.calls import FIRST_WORD
 from shardcore_scaffold.draft import Draft, plan_of
-from shardcore_scaffold.infer import loss_of
 from shardcore_scaffold.stages import stacks
 from shardcore_testing.cases import Supports
-from shardcore_testing.checks_pipeline import MOST_STAGES
-from shardcore_testing.checks_random import cached_heads
+from shardcore_testing.checks_plan import whole_linears
 from shardcore_testing.islands import in_float64
-from shardcore_testing.subject import checkpointing, prompt_of
+from shardcore_testing.subject import checkpointing
 
 _SIZES = (1, 2, 3, 4)
 _WIDTH = 120
@@ -98,7 +95,7 @@ def cases(short: str, example: Example, draft: Draft) -> str:
     if loss not in ("", of_loss):
         about = '    """Return the loss of what a call returned."""'
         lines += ["", "", "def loss(out: Any) -> Tensor:", about, f"    return {loss}"]
-    supports = _supports(model, inputs, draft, example.live)
+    supports = _supports(model, draft, example.live)
     given = of_loss if loss == of_loss else loss and "loss"
     lines += ["", "", *_cases(short, example, out, draft, supports, loss=given)]
     return "\n".join(lines) + "\n"
@@ -210,45 +207,20 @@ def _shape(value: Tensor) -> str:
     return ", ".join(map(str, value.shape))
 
 
-def _supports(model: Any, inputs: Mapping[str, Any], draft: Draft, live: bool) -> list[str]:
+def _supports(model: Any, draft: Draft, live: bool) -> list[str]:
     """Return the arguments of ``Supports``: what the class, the draft and its plans allow."""
     sizes = [size for size in _SIZES if _plan(model, draft, size)]
-    found = [f"generation={_generates(model, inputs)}"]
+    generates = hasattr(model, "can_generate") and model.can_generate() and "generation" not in draft.closed
+    found = [f"generation={generates}"]
     found += ["sequence=True"] if draft.sequence else []
     found += ["experts=True"] if _plan(model, draft, 2, dp=2, ep=2) else []
     recomputes = getattr(model, "supports_gradient_checkpointing", hasattr(model, "gradient_checkpointing_enable"))
-    found += [] if recomputes else ["checkpointing=False"]
+    found += [] if recomputes and "checkpointing" not in draft.closed else ["checkpointing=False"]
+    found += ["reentrant=False"] if "reentrant" in draft.closed else []
     found += [] if live else ["dropout=False"]
-    found += [] if _can_be_cut(model, inputs, draft) else ["pipeline=False"]
+    found += [] if draft.stages else ["pipeline=False"]
     found += [f"captured={draft.captured!r}"] if draft.captured else []
     return found + ([f"tensor_parallel={tuple(sizes)!r}"] if tuple(sizes) != Supports().tensor_parallel else [])
-
-
-def _generates(model: Any, inputs: Mapping[str, Any]) -> bool:
-    """Tell whether a model generates, with a cache, from the arguments that the kit leaves of a call."""
-    if not (hasattr(model, "can_generate") and model.can_generate()):
-        return False
-    way = {"max_new_tokens": 2, "do_sample": False, "use_cache": True, "return_dict_in_generate": True}
-    try:
-        out = copy.deepcopy(model).generate(**prompt_of(inputs), **way)
-    except Exception:  # from others, which are not known here
-        return False
-    return bool(cached_heads(out))
-
-
-def _can_be_cut(model: nn.Module, inputs: Mapping[str, Any], draft: Draft) -> bool:
-    """Tell whether each stage computes what it can of a call, where the model is cut as finely as it can be."""
-    model, plan = copy.deepcopy(model), _plan(model, draft, 1)
-    lists = plan.stages.lists if plan and plan.stages else ()
-    blocks = sum(len(list(model.get_submodule(name).children())) for name in lists)
-    if plan is None or plan.stages is None or blocks < 2:
-        return False
-    try:
-        trace = StageTracer(model, Cut.of(model, plan.stages, min(blocks, MOST_STAGES)), torch.device("cpu"))
-        trace(dict(inputs), lambda out, _: loss_of(out))
-    except Exception:  # from the model's own code too, of which a stage has not all
-        return False
-    return True
 
 
 def _cases(
@@ -269,11 +241,8 @@ def _cases(
         given.append(f'layers="{above}"')
         if (cost := _cost(model, draft, above)) is not None and cost != (2, 2):
             given.append(f"collectives={cost!r}")
-    parameters = plan.parameters if (plan := _plan(model, draft, 2)) else ()
-    inside = tuple(f"{blocks}." for blocks in (plan.stages.lists if plan and plan.stages else ()))
-    kept = [p for p in parameters if p.name.startswith(inside) and p.layout and p.layout.placement.is_replicate()]
-    names = [p.name.removesuffix(".weight") for p in kept if isinstance(_owner(model, p.name), nn.Linear)]
-    whole = sorted({_within(name, draft) for name in (*draft.whole, *names)})
+    names = whole_linears(plan, model, above, 2) if (plan := _plan(model, draft, 2)) else ()
+    whole = sorted({_within(name, draft) for name in names})
     given += [f"whole={tuple(whole)!r}"] if whole else []
     given += [f"tolerance={example.tolerance:.0e}"] if example.tolerance != Example.tolerance else []
     line = f"supports=Supports({', '.join(supports)})"
@@ -288,10 +257,6 @@ def _cases(
         "        ),",
         "    ]",
     ]
-
-
-def _owner(model: nn.Module, parameter: str) -> nn.Module:
-    return model.get_submodule(parameter.rpartition(".")[0])
 
 
 def _options(model: nn.Module, draft: Draft) -> dict[str, tuple[str, ...]]:

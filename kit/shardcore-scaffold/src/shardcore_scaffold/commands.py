@@ -23,11 +23,18 @@ from shardcore_cli.surroundings import answer_only, require_torch
     type=click.Path(file_okay=False, path_type=Path),
     help="Where the folder is made [default: here]; made too if it is not there.",
 )
-def new_pack(name: str, model: str | None, example: str | None, into: Path) -> None:
+@click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Run the kit's quick checks on two ranks before anything is written, and leave out of the draft what fails.",
+)
+def new_pack(name: str, model: str | None, example: str | None, into: Path, check: bool) -> None:
     """Write a complete pack NAME for a model class that none serves.
 
-    A small model of the class is run once, and autograd says what depends on what; the policy follows from that. What
-    could not be split is named, with the reason.
+    A small model of the class is run once, and autograd says what depends on what; the policy follows from that. It is
+    compared with the model on two ranks, and does without what differs. What could not be split is named, with the
+    reason.
 
     \b
     Example:
@@ -38,7 +45,7 @@ def new_pack(name: str, model: str | None, example: str | None, into: Path) -> N
     from shardcore_scaffold import drafts as command
 
     with answer_only():
-        files, draft = command.new_pack(name, model, example, into)
+        files, draft = command.new_pack(name, model, example, into, checked=check)
     for file in files:
         click.echo(file)
     for doubt in dict.fromkeys(draft.doubts):

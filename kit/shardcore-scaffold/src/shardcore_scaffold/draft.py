@@ -29,12 +29,12 @@ class Draft:
         doubts: what the author has to look at, in words.
         regions: whether each region that was found, by class and row linear, is one of heads.
         split: those of them that are split.
-        whole: linears of blocks that are left whole.
         lists: the lists of blocks.
         sequence: whether tokens may be split.
         captured: what the model can be asked for, which a rule gathers.
         heads: in how many parts at most regions of heads can be cut, where the model's own number is not used.
         packs: distributions that serve models inside, to which these are left.
+        closed: capabilities of the class that the pack does not claim.
     """
 
     rows: dict[str, list[str]] = field(default_factory=dict)
@@ -44,12 +44,12 @@ class Draft:
     doubts: list[str] = field(default_factory=list)
     regions: dict[tuple[str, str], bool] = field(default_factory=dict)
     split: set[tuple[str, str]] = field(default_factory=set)
-    whole: list[str] = field(default_factory=list)
     lists: list[str] = field(default_factory=list)
     sequence: bool = False
     captured: tuple[str, ...] = ()
     heads: set[int] = field(default_factory=set)
     packs: set[str] = field(default_factory=set)
+    closed: set[str] = field(default_factory=set)
 
     def add(self, cls: str, word: str, row: str) -> None:
         """List a rule once."""

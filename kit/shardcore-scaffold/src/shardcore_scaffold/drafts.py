@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -17,13 +18,15 @@ from shardcore.plugins.isolation import attempt, in_one_line
 from shardcore_scaffold import Draft, Example, write_pack
 from shardcore_scaffold.checkpoints import configuration
 from shardcore_scaffold.rounding import calmest
-from shardcore_scaffold.small import small_model
+from shardcore_scaffold.small import Small, small_model
 from shardcore_testing.islands import in_float64
 from shardcore_testing.tiny_models import text_batch, tiny
 from shardcore_transformers.models import meta_model, named_module
 
 
-def new_pack(name: str, model: str | None, example: str | None, into: Path) -> tuple[list[Path], Draft]:
+def new_pack(
+    name: str, model: str | None, example: str | None, into: Path, *, checked: bool = False
+) -> tuple[list[Path], Draft]:
     """Write a pack; return its files and what was drafted.
 
     Raises:
@@ -31,7 +34,8 @@ def new_pack(name: str, model: str | None, example: str | None, into: Path) -> t
     """
     if (model is None) == (example is None):
         raise ConfigError("give --model for a class of transformers, or --example for any other, and not both")
-    return write_pack(name, _of_transformers(model) if model is not None else _given(str(example)), into)
+    found = _of_transformers(model) if model is not None else _given(str(example))
+    return write_pack(name, found, into, checked=checked)
 
 
 _EXAMPLE = (
@@ -51,6 +55,10 @@ def _of_transformers(source: str) -> Example:
         )
     try:
         small = small_model(cls, empty.config, generating=True)
+        if fields := _changed(small):
+            config: Any = copy.deepcopy(empty.config)
+            config.update(fields)
+            small = small_model(cls, config, generating=True)
     except ConfigError as error:
         raise ConfigError(f"{str(error).rstrip('.')}. {_EXAMPLE}") from error
     build = functools.partial(tiny, cls, **small.settings)
@@ -68,6 +76,21 @@ def _of_transformers(source: str) -> Example:
         std=std,
         tolerance=tolerance,
     )
+
+
+def _changed(small: Small) -> dict[str, str]:
+    """Return fields of a configuration that a model leaves behind at its first call: BigBird's, for a short text."""
+    model, fields = copy.deepcopy(small.model), vars(small.model.config)
+    with torch.no_grad():
+        model(**small.inputs)
+    after = dict(model.named_modules())
+    return {
+        name: getattr(after[path], name)
+        for path, module in small.model.named_modules()
+        for name in vars(module).keys() & fields.keys()
+        if path in after and isinstance(vars(module)[name], str)
+        if vars(module)[name] == fields[name] != getattr(after[path], name, fields[name])
+    }
 
 
 def unseen(whole: nn.Module, small: nn.Module) -> list[str]:

@@ -16,6 +16,7 @@ from shardcore.plugins.registry import default_registry
 from shardcore_scaffold.dependence import Dependence, dependence_of, made_of
 from shardcore_scaffold.reading import Numbers, reading
 from shardcore_scaffold.structure import Region, regions_of
+from shardcore_testing.islands import in_float64
 
 #: Names under which configurations count heads, and key/value heads.
 QUERY = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
@@ -48,7 +49,10 @@ class Facts:
         parts: models inside, by path, that are left to the packs that serve their classes: see `delegating`.
     """
 
+    @in_float64()
+    @torch.random.fork_rng(devices=())
     def __init__(self, model: nn.Module, call: Callable[[nn.Module], Any]) -> None:
+        torch.manual_seed(0)  # the same in every process
         self.model, self.call, self.said = model, call, dict[Any, Any]()
         self.fresh = copy.deepcopy(model)
         with reading(model) as numbers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import shardcore
@@ -11,38 +11,65 @@ from shardcore.plugins.versions import installed
 from shardcore_scaffold.cases import Example, cases
 from shardcore_scaffold.distribution import Distribution
 from shardcore_scaffold.draft import Draft, source
+from shardcore_scaffold.facts import Facts
 from shardcore_scaffold.guess import guess
+from shardcore_scaffold.infer import split_names
 from shardcore_scaffold.names import check_model, check_name
+from shardcore_scaffold.proof import settled
+from shardcore_testing.cases import Case
+from shardcore_testing.subject import cases_of, registry_of
 
 
-def write_pack(name: str, example: Example, folder: Path) -> tuple[list[Path], Draft]:
+def write_pack(name: str, example: Example, folder: Path, *, checked: bool = False) -> tuple[list[Path], Draft]:
     """Write a complete distribution for the class of a model below ``folder``; return its files, and what was drafted.
 
     Args:
         name: of the distribution, such as ``shard-stablelm``.
         example: a small model of the class.
         folder: where the distribution's own folder is made.
+        checked: run the kit's quick checks first, on two ranks, and take back what fails.
 
     Raises:
-        ConfigError: the name is none that works, the folder exists, no policy that was drafted fits the model, or a
-            name in the model cannot be written into a program.
+        ConfigError: the name is none that works, the folder exists, no policy that was drafted fits the model, nothing
+            of it can be split, or a name in the model cannot be written into a program.
     """
     check_name(name)
     check_model(example.model)
     root = folder / name
     if root.exists() or root.is_symlink():
         raise ConfigError(f"{root} exists already; choose another name or folder")
-    draft = guess(example.model, lambda model: model(**example.inputs))
+    facts = Facts(example.model, lambda model: model(**example.inputs))
+    draft = _checked(facts, example) if checked else guess(facts)
     draft.doubts += [
         f"{module} is in the model, but not in the small one that was looked at" for module in example.unseen
     ]
-    written = []
-    for path, text in _files(name, example, draft).items():
-        file = root / path
+    return list(_write(root, _files(name, example, draft))), draft
+
+
+def _checked(facts: Facts, example: Example) -> Draft:
+    """Return a draft that goes through the checks of the kit as the pack that it is written down as."""
+
+    def made(folder: Path, name: str, draft: Draft) -> tuple[Case, str]:
+        files = _files(f"shard-{name}", example, draft)
+        sources = {path.removeprefix("src/"): text for path, text in files.items() if path.startswith("src/")}
+        package, *_ = (file.parent.name for file in list(_write(folder, sources)))
+        plugin = f"{package}.plugin"
+        (case,) = cases_of(registry_of(plugin).packs[0].cases)
+        return case, plugin
+
+    found = settled(facts, made)
+    if not split_names(example.model, found.draft):
+        raise ConfigError(f"nothing of {type(example.model).__name__} can be split: {'; '.join(found.draft.doubts)}")
+    found.draft.doubts += [f"the kit's check {check!r} fails: {said}" for check, said in found.failed.items()]
+    return found.draft
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> Iterator[Path]:
+    for path, text in files.items():
+        file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-        written.append(file)
-    return written, draft
+        yield file
 
 
 def _files(name: str, example: Example, draft: Draft) -> dict[str, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -29,44 +29,56 @@ from shardcore_testing.islands import in_float64
 
 @in_float64()
 def guess(
-    model: nn.Module,
-    call: Callable[[nn.Module], Any],
+    facts: Facts,
     *,
     delegated: bool = True,
     sequences: bool = True,
     captured: bool = True,
+    tables: bool = True,
+    without: Collection[tuple[str, str]] = (),
 ) -> Draft:
-    """Return a first draft for the class of ``model``.
+    """Return a first draft for the class of a model.
 
     What one rank cannot run, or what the way of its gradients shows to be wrong, is left whole, and the draft says so.
 
     Args:
-        model: small, on the CPU in float64, with random parameters and without dropout.
-        call: calls it and returns what it returns.
+        facts: what is known of the model: small, on the CPU in float64, with random parameters and without dropout.
         delegated: leave models inside to the packs that serve them, if what these say of them fits.
         sequences: say between which modules activations may be split along the sequence, if they may.
         captured: gather what the model can be asked for, as far as a rule is found that does.
+        tables: split embeddings and heads over the vocabulary, if they can be.
+        without: regions that are left whole, as `Draft.split` has them.
 
     Raises:
         ConfigError: not even a policy that splits nothing fits the model.
     """
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)  # the same draft in every process
-        facts = Facts(model, call)
         around = facts.delegating() if delegated else None
         draft = _around(around) if around is not None else None
         if draft is None:
-            draft = _with_sequences(facts) if sequences else _guess(facts)
+            how = _How(frozenset(without), tables)
+            draft = _with_sequences(facts, how) if sequences else _guess(facts, how)
             if captured:
                 add_captured(draft, facts)
-        draft.doubts += otherwise(model, plan_of(model, draft))
+        draft.doubts += otherwise(facts.model, plan_of(facts.model, draft))
         return draft
+
+
+@dataclass(frozen=True)
+class _How:
+    """What is left whole, and how what is split is written down."""
+
+    without: frozenset[tuple[str, str]] = frozenset()  # regions, by class and row linear
+    tables: bool = True  # split embeddings and heads over the vocabulary
+    captured: int | Literal["whole"] | None = "whole"  # what is done with mixtures of experts
+    entered: bool = False  # modules of heads are entered, also with one column linear, which could by itself
 
 
 def _around(facts: Facts) -> Draft | None:
     """Return a draft that leaves models inside to their packs; None if it does not fit, or not all that it says."""
     try:
-        draft = _with_sequences(facts)
+        draft = _with_sequences(facts, _How())
     except ConfigError:
         return None
     if not draft.sequence:
@@ -83,64 +95,68 @@ _STACKED = 3  # dims of several matrices in one parameter
 _MIXED: tuple[int | Literal["whole"] | None, ...] = (None, 0, 1, 2, "whole")
 
 
-def _guess(facts: Facts, *, entered: bool = False) -> Draft:
+def _guess(facts: Facts, how: _How) -> Draft:
     mixed = _MIXED if mixtures_of(facts) else _MIXED[-1:]
     problem = ""
-    for tables in (True, False):
-        found = _with_tables(facts, mixed, tables=tables, entered=entered)
+    for tables in (True, False) if how.tables else (False,):
+        found = _with_tables(facts, mixed, replace(how, tables=tables))
         if isinstance(found, Draft):
-            found.doubts += [] if tables else [f"the vocabulary is left whole. Split, it fails: {problem[:300]}"]
+            found.doubts += [f"the vocabulary is left whole. Split, it fails: {problem[:300]}"] if problem else []
             return found
         problem = problem or found
-    whole = frozenset(_Drafting(facts, entered=entered).draft.regions)
-    bare = _Drafting(facts, whole, tables=False).draft
+    bare = _Drafting(facts, _whole(facts, replace(how, captured="whole", tables=False))).draft
     if last := _misfit(facts, bare):
         raise ConfigError(f"no policy for {type(facts.model).__name__} could be guessed: {last[:500]}")
     bare.doubts.append(f"neither blocks nor vocabulary are split: {problem[:300]}")
     return bare
 
 
-def _with_tables(
-    facts: Facts, mixed: Sequence[int | Literal["whole"] | None], *, tables: bool, entered: bool
-) -> Draft | str:
+def _whole(facts: Facts, how: _How) -> _How:
+    """Return the same without any region."""
+    return replace(how, without=how.without | _Drafting(facts, how).draft.regions.keys())
+
+
+def _with_tables(facts: Facts, mixed: Sequence[int | Literal["whole"] | None], how: _How) -> Draft | str:
     """Return a draft that fits with all regions, or else with some; or why none with these tables does."""
     problem = ""
     for captured in mixed:
-        draft = _Drafting(facts, captured=captured, entered=entered, tables=tables).draft
+        draft = _Drafting(facts, replace(how, captured=captured)).draft
         fits = _misfit(facts, draft)
         if not fits:
             return draft
         problem = problem or fits
     for captured in mixed:
-        whole = frozenset(_Drafting(facts, captured=captured, entered=entered, tables=tables).draft.regions)
-        less = _Drafting(facts, whole, captured=captured, entered=entered, tables=tables).draft
+        none = _whole(facts, replace(how, captured=captured))
+        less = _Drafting(facts, none).draft
         if not _misfit(facts, less):
-            return _most(facts, less, whole, captured=captured, entered=entered, tables=tables)
+            return _most(facts, less, none, how.without)
     return problem
 
 
-def _most(facts: Facts, less: Draft, whole: frozenset[tuple[str, str]], **how: Any) -> Draft:
-    """Return a draft with each of the regions ``whole`` that fits, one after another; ``less`` has none of them."""
-    for region in sorted(whole, key=lambda key: (less.regions[key], key)):  # those of heads last
-        more = _Drafting(facts, whole - {region}, **how).draft
+def _most(facts: Facts, less: Draft, none: _How, without: frozenset[tuple[str, str]]) -> Draft:
+    """Return a draft with each region that fits, one after another; ``less`` has none of them, as ``none`` says."""
+    how = none
+    for region in sorted(none.without - without, key=lambda key: (less.regions[key], key)):  # those of heads last
+        fewer = replace(how, without=how.without - {region})
+        more = _Drafting(facts, fewer).draft
         if problem := _misfit(facts, more):
             less.doubts.append(f"{region[0]}: what ends at {region[1]} is left whole. Split, it fails: {problem[:300]}")
         else:
             more.doubts += [doubt for doubt in less.doubts if "Split, it fails" in doubt]
-            less, whole = more, whole - {region}
+            less, how = more, fewer
     return less
 
 
-def _with_sequences(facts: Facts) -> Draft:
+def _with_sequences(facts: Facts, how: _How) -> Draft:
     """Return a draft with rules for sequence parallelism, or without them and with the reason.
 
     A module with one column linear needs no entry of its own, but where tokens are split: before it, the module may
     count them.
     """
-    plain = _guess(facts)
+    plain = _guess(facts, how)
     why = ""
     for entered in (False, True):
-        draft = _guess(facts, entered=True) if entered else copy.deepcopy(plain)
+        draft = _guess(facts, replace(how, entered=True)) if entered else copy.deepcopy(plain)
         if not plain.split <= draft.split:
             continue
         problem = add_sequences(draft, facts) or _misfit(facts, draft, enable_sequence_parallelism=True)
@@ -166,18 +182,9 @@ def _above(region: Region) -> str:
 class _Drafting:
     """The rules for what is known of a model."""
 
-    def __init__(
-        self,
-        facts: Facts,
-        without: Collection[tuple[str, str]] = frozenset(),  # regions that are left whole, by class and row linear
-        *,
-        tables: bool = True,  # split embeddings and heads over the vocabulary
-        captured: int | Literal["whole"] | None = "whole",  # what is done with mixtures of experts
-        entered: bool = False,  # modules of heads are entered, also with one column linear, which could by itself
-    ) -> None:
-        self.facts, self.without, self.captured = facts, without, captured
+    def __init__(self, facts: Facts, how: _How) -> None:
+        self.facts, self.how = facts, how
         self.modules = {path: module for path, module in facts.modules.items() if not facts.inside(path)}
-        self.entered = entered
         self.draft = Draft(packs=set(facts.parts.values()))
         if facts.query:
             kv = f', kv="{facts.kv}"' if facts.kv else ""
@@ -189,11 +196,11 @@ class _Drafting:
         self.draft.lists = lists_of(facts.model, self.blocks)
         cut = (*self.draft.lists, *facts.parts) or stacks(facts.model)
         self.draft.stages = stages_of(facts.model, cut)
-        add_outside(self.draft, facts, self.blocks, split=self.split, partial=self.partial, tables=tables)
+        add_outside(self.draft, facts, self.blocks, split=self.split, partial=self.partial, tables=how.tables)
 
     def _add_blocks(self) -> None:
         """Add the rules of every class of blocks in which something can be split."""
-        mixtures = () if self.captured == "whole" else mixtures_of(self.facts)
+        mixtures = () if self.how.captured == "whole" else mixtures_of(self.facts)
         inside = tuple(f"{mixture.path}." for mixture in mixtures)
         regions = [region for region in self.facts.regions if _above(region) and not region.row.startswith(inside)]
         mixed = {str(self.facts.owner(mixture.weights)): mixture for mixture in mixtures}
@@ -224,7 +231,7 @@ class _Drafting:
         for row in dict.fromkeys(region.row[len(place) + 1 :] for place in places for region in regions[place]):
             there = [place for place in places if f"{place}.{row}" in self.modules]
             ends = [(place, r) for place in there for r in regions[place] if r.row == f"{place}.{row}"]
-            for entered in (self.entered, None):  # None: each column linear enters by itself
+            for entered in (self.how.entered, None):  # None: each column linear enters by itself
                 words = [worded(self.facts, place, region, entered=entered) for place, region in ends]
                 said = [each for each in words if isinstance(each, Worded)]
                 if len(said) == len(there) and (rules := self._rules_of_all(said)):
@@ -263,7 +270,7 @@ class _Drafting:
                 continue
             region = said[0].region
             self.draft.regions[cls, row] = region.width > 1
-            if (cls, row) in self.without:
+            if (cls, row) in self.how.without:
                 continue
             self.draft.split.add((cls, row))
             for word, text in said[0].rules:
@@ -281,7 +288,7 @@ class _Drafting:
 
     def _add_mixtures(self, cls: str, places: list[str], mixed: dict[str, Mixture]) -> set[str]:
         """Add the mixtures of experts of a class of blocks; return what they cover."""
-        captured = None if self.captured == "whole" else self.captured
+        captured = None if self.how.captured == "whole" else self.how.captured
         covered: set[str] = set()
         for place, mixture in mixed.items():
             if place in places:
@@ -302,11 +309,6 @@ class _Drafting:
         for place in places:
             for rule in self._rest(place, covered):
                 rest[rule].add(place)
-            self.draft.whole += [
-                linear
-                for linear in self.facts.dependence.linears
-                if linear.startswith(f"{place}.") and linear[len(place) + 1 :] not in covered
-            ]
         for (word, text), where in rest.items():
             self.draft.add(cls, word, text if len(where) == len(places) else optional(text))
 

@@ -8,15 +8,13 @@ the parameters of a model of this configuration), ``whole`` (the largest parts t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import json
 import re
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +25,16 @@ from torch.utils._pytree import tree_flatten
 from shardcore.errors import ConfigError, ShardcoreError
 from shardcore_scaffold.calls import like
 from shardcore_scaffold.draft import Draft, plan_of, source
+from shardcore_scaffold.facts import Facts
 from shardcore_scaffold.guess import guess
+from shardcore_scaffold.proof import Made, settled
 from shardcore_scaffold.small import Small, config_of, small_model
 from shardcore_testing.cases import Case, Supports
-from shardcore_testing.checks import examine
-from shardcore_testing.findings import Finding
 from shardcore_testing.islands import in_float64
-from shardcore_testing.pool import WorkerPool
-from shardcore_testing.subject import Subject
 from shardcore_testing.tiny_models import weighted_mean
 
 _RANKS = 2
-#: A section of the kit that a policy can do without -> the argument of `guess`, and what is left out, in words.
-_LEFT_OUT = {
-    "sequence": ("sequences", "no sequence parallelism"),
-    "captured": ("captured", "attention weights and hidden states are refused"),
-}
-_LIMIT = 300  # seconds for the proof
+_PROVED = ("training", "sequence", "captured")  # sections of the kit
 #: Parts that are whole: how many are named, and from which share of a model's parameters on.
 _NAMED, _WORTH_A_NAME = 3, 0.01
 
@@ -56,21 +47,9 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
     """
     small = _small(module, name, config)
 
-    def call(model: nn.Module) -> Any:
-        return model(**small.inputs)
-
-    def guessed(**options: bool) -> Draft:
-        draft = guess(small.model, call, **options)
-        if small.left_out:
-            draft.stages = {}
-            draft.doubts.append(
-                "compared with text alone, since no call is known with "
-                f"{small.left_out}: what only those reach is whole, and there are no stages of a pipeline"
-            )
-        return draft
-
     try:
-        draft = guessed()
+        facts = Facts(small.model, lambda model: model(**small.inputs))
+        draft, proof = guess(facts), ""
     except ShardcoreError:
         raise
     except Exception as error:
@@ -78,21 +57,17 @@ def answer(module: str, name: str, config: str, *, proved: bool) -> dict[str, An
             f"what a small {name} computes could not be followed: {type(error).__name__}: {error}. Draft a policy from "
             "an example, and complete it: shardcore new-pack NAME --example module:function"
         ) from error
-    proof, problems = "", dict[str, str]()
-    if proved and draft.packs:  # what packs say holds of all, or it is found out anew
-        with contextlib.suppress(ConfigError):
-            proof, problems = _proof(module, name, config, draft, small.inputs)
-        if problems or not proof:
-            draft, proof = guessed(delegated=False), ""
-    split = _split(small.model, draft)
-    if not split:
+    if not split_names(small.model, draft):
         raise ConfigError(f"nothing of a small {name} could be split: {'; '.join(dict.fromkeys(draft.doubts))}")
-    if proved and not proof:
-        proof, problems = _proof(module, name, config, draft, small.inputs)
-        if problems:  # the same without what differs
-            draft = guessed(delegated=False, **{_LEFT_OUT[section][0]: False for section in problems})
-            draft.doubts += [f"{_LEFT_OUT[section][1]}: {problem}" for section, problem in problems.items()]
-    found, whole = shares(type(small.model), config, split)
+    if proved:
+        draft, proof = _proof(facts, functools.partial(_case, module, name, config, small.inputs))
+    if small.left_out:
+        draft.stages = {}
+        draft.doubts.append(
+            "compared with text alone, since no call is known with "
+            f"{small.left_out}: what only those reach is whole, and there are no stages of a pipeline"
+        )
+    found, whole = shares(type(small.model), config, split_names(small.model, draft))
     text = source(type(small.model), draft)
     return {"source": text, "doubts": draft.doubts, "split": found, "whole": whole, "proof": proof}
 
@@ -117,7 +92,7 @@ def _small(module: str, name: str, config: str) -> Small:
         ) from error
 
 
-def _split(model: nn.Module, draft: Draft) -> set[str]:
+def split_names(model: nn.Module, draft: Draft) -> set[str]:
     """Return the names of the parameters that a draft splits, with ``N`` for all numbers."""
     return {
         _alike(p.name) for p in plan_of(model, draft).parameters if p.layout and not p.layout.placement.is_replicate()
@@ -144,50 +119,41 @@ def _alike(name: str) -> str:
     return re.sub(r"\d+", "N", name)
 
 
+def _case(
+    module: str, name: str, config: str, inputs: Mapping[str, Any], folder: Path, unique: str, draft: Draft
+) -> tuple[Case, str]:
+    """Return the case of a small model, for `shardcore_scaffold.proof.settled`."""
+    cls = getattr(importlib.import_module(module), name)
+    own = unique.replace("-", "_")
+    (folder / f"{own}.py").write_text(source(cls, draft))
+    case = Case(
+        name=name,
+        build=functools.partial(build, module, name, config),
+        inputs=functools.partial(like, inputs),
+        loss=loss_of,
+        policy=f"{own}:{name}Policy",
+        supports=Supports(sequence=draft.sequence, captured=draft.captured),
+    )
+    return case, ""
+
+
 @in_float64()
-def _proof(module: str, name: str, config: str, draft: Draft, inputs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return what was compared, in words, and how what it can do without differs, by section of the kit.
+def _proof(facts: Facts, made: Made) -> tuple[Draft, str]:
+    """Return a draft that is exact, and what was compared, in words.
 
     Raises:
-        ConfigError: training differs.
+        ConfigError: training differs, or nothing can be split without that.
     """
-    cls = getattr(importlib.import_module(module), name)
-    further = [*(["sequence"] if draft.sequence else []), *(["captured"] if draft.captured else [])]
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "shardcore_inferred_policy.py").write_text(source(cls, draft))
-        sys.path.insert(0, folder)  # which the ranks take over
-        case = Case(
-            name=name,
-            build=functools.partial(build, module, name, config),
-            inputs=functools.partial(like, inputs),
-            loss=loss_of,
-            policy=f"shardcore_inferred_policy:{name}Policy",
-            supports=Supports(sequence="sequence" in further, captured=draft.captured),
-        )
-        subject = Subject(case=case, tp=_RANKS)
-        with WorkerPool(_RANKS, collective_timeout=120.0) as pool:
-            findings = examine(pool, subject, "training", timeout=_LIMIT)
-            if not _problem(findings):
-                found = {section: examine(pool, subject, section, timeout=_LIMIT) for section in further}
-    if problem := _problem(findings):
+    found = settled(facts, made, only=_PROVED)
+    if found.failed or not split_names(facts.model, found.draft):
+        (check, said), *_ = (*found.failed.items(), ("nothing is split", "; ".join(found.draft.doubts)))
         raise ConfigError(
-            f"the policy that was inferred for {name} is not exact on {_RANKS} ranks: {problem}. Write one from a "
-            "draft: shardcore new-pack"
+            f"the policy that was inferred for {type(facts.model).__name__} is not exact on {_RANKS} ranks: {check}: "
+            f"{said}. Write one from a draft: shardcore new-pack"
         )
-    problems = {section: problem for section, part in found.items() if (problem := _problem(part))}
-    right = [section for section in found if section not in problems]
-    compared = [*findings, *(finding for section in right for finding in found[section])]
-    errors = [finding.error for finding in compared if finding.error is not None]
-    ways = f"{_RANKS} ranks{', tokens split and not' if 'sequence' in right else ''}"
-    worst = f"{max(errors, default=0.0):.0e}"
-    return f"outputs, loss, gradients and optimizer steps of a small copy on {ways}, largest error {worst}", problems
-
-
-def _problem(findings: Sequence[Finding]) -> str:
-    """Return the first failure, what was not reached because of it last; empty if there is none."""
-    failed = [finding for finding in findings if finding.state == "failed"]
-    failed.sort(key=lambda finding: finding.message.startswith("not reached"))
-    return f"{failed[0].check}: {failed[0].message}" if failed else ""
+    ways = f"{_RANKS} ranks{', tokens split and not' if found.draft.sequence else ''}"
+    worst = f"{found.error:.0e}"
+    return found.draft, f"outputs, loss, gradients and optimizer steps of a small copy on {ways}, largest error {worst}"
 
 
 def loss_of(out: Any) -> torch.Tensor:

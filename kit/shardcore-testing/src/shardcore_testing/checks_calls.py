@@ -26,7 +26,7 @@ def one_row(s: Subject, ledger: Ledger) -> None:
         reference, model = s.twins()
         try:
             rows = _rows(s, reference)
-        except ValueError as error:  # of a norm over rows
+        except (ValueError, RuntimeError) as error:  # of a norm over rows, or of rows of several lines
             ledger.closed(f"the unsharded model cannot be trained with one row: {error}")
             return
         for time in range(_BACKWARDS):

@@ -91,21 +91,31 @@ def _splits(s: Subject, ledger: Ledger, made: ShardPlan) -> None:
 
 def _whole_blocks(s: Subject, ledger: Ledger, made: ShardPlan, model: nn.Module) -> None:
     """Require the linears of blocks to be split, where they are large enough; replicated ones gain nothing."""
+    for name in whole_linears(made, model, s.case.layers, s.tp):
+        ledger.true(
+            any(part in name for part in s.case.whole),
+            f"the linear {name} is replicated, which gains nothing; split it, or name it in the case's whole=",
+        )
+
+
+def whole_linears(made: ShardPlan, model: nn.Module, layers: str, tp: int) -> Iterator[str]:
+    """Yield the names of linears of blocks that are replicated, though they are large enough to be split.
+
+    Args:
+        made: the plan.
+        model: the model.
+        layers: a list of blocks beside those of the stages; may be empty.
+        tp: the number of ranks.
+    """
     layouts = {name: p.layout for p in made.parameters for name in (p.name, *p.aliases)}
-    blocks = [
-        f"{name}." for name in dict.fromkeys([s.case.layers, *(made.stages.lists if made.stages else ())]) if name
-    ]
+    blocks = tuple(f"{name}." for name in (layers, *(made.stages.lists if made.stages else ())) if name)
     for name, linear in model.named_modules():
-        weight = layouts.get(f"{name}.weight")
-        if not name.startswith(tuple(blocks)) or weight != ReplicatedLayout():
+        if not name.startswith(blocks) or layouts.get(f"{name}.weight") != ReplicatedLayout():
             continue
         if isinstance(linear, nn.Embedding) or linear.weight.ndim != 2:
             continue
-        small = any(len(torch.arange(size).chunk(s.tp)) < s.tp for size in linear.weight.shape)
-        meant = small or any(part in name for part in s.case.whole)
-        ledger.true(
-            meant, f"the linear {name} is replicated, which gains nothing; split it, or name it in the case's whole="
-        )
+        if all(len(torch.arange(size).chunk(tp)) == tp for size in linear.weight.shape):
+            yield name
 
 
 def sizes(s: Subject, ledger: Ledger) -> None:

@@ -76,7 +76,7 @@ class WorkerProcess:
             name=f"shardcore-rank-{self.rank}",
             daemon=True,
         )
-        with _hash_seed(self.rank):
+        with _environment(self.rank):
             process.start()
         return process
 
@@ -142,17 +142,17 @@ class WorkerProcess:
 
 
 @contextmanager
-def _hash_seed(rank: int) -> Iterator[None]:
-    """Give each rank another order of sets, the same in every run; a process takes it when it starts."""
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = str(rank + 1)
+def _environment(rank: int) -> Iterator[None]:
+    """Give each rank another order of sets, the same in every run, and no progress bars; taken when it starts."""
+    ours = {"PYTHONHASHSEED": str(rank + 1), "TQDM_DISABLE": "1"}
+    before = {name: os.environ.pop(name, None) for name in ours}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONHASHSEED"]
-        else:
-            os.environ["PYTHONHASHSEED"] = before
+        for name, value in before.items():
+            del os.environ[name]
+            os.environ.update({} if value is None else {name: value})
 
 
 def _serve(rank: int, connection: Connection, stacks: str, device: str, ranks: int) -> None:

@@ -101,10 +101,8 @@ class VocabParallelLogits:
     def view(self, *shape: Any) -> Self:
         """Return the same logits in another shape, whose last dim is V."""
         wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        vocabulary = self._vocabulary.size
         # A last dim of -1 stands for the vocabulary only where all others are those that there are.
-        keeps = bool(wanted) and (wanted[-1] == vocabulary or (wanted[-1] == -1 and wanted[:-1] == self.shape[:-1]))
-        if not keeps:
+        if wanted[-1:] != (self._vocabulary.size,) and wanted != (*self.shape[:-1], -1):
             self._refuse(f"a view as {wanted}")
         return self._with_local(self._local.reshape(*wanted[:-1], self._local.size(-1)))
 
@@ -127,8 +125,7 @@ class VocabParallelLogits:
         reaches = any(part is Ellipsis for part in parts) or len(parts) >= self.ndim
         # A mask takes as many dims as it has.
         masks = any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
-        last = parts[-1]
-        whole_last = last is Ellipsis or last == slice(None) or (len(parts) == 1 and masks)
+        whole_last = parts[-1] is Ellipsis or parts[-1] == slice(None) or (len(parts) == 1 and masks)
         if any(part is None for part in parts) or ((reaches or masks) and not whole_last):
             self._refuse(f"the selection {index!r}")
         return self._with_local(self._local[index])
@@ -141,9 +138,12 @@ class VocabParallelLogits:
     def __truediv__(self, divisor: Any) -> Self:
         return self._elementwise(torch.div, divisor)
 
+    def tanh(self) -> Self:
+        """Return the parts of the hyperbolic tangent, of which soft caps are made."""
+        return self._elementwise(torch.tanh)
+
     def __add__(self, bias: Any) -> Self:
-        own = self._own(bias)
-        return self.changed(lambda local: local + own)
+        return self.changed(self._own(bias).add)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
