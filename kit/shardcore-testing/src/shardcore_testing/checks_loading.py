@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,13 @@ def loading(s: Subject, ledger: Ledger) -> None:
     """Files are read as the library of the model reads them, bit for bit, and only those that are of the checkpoint."""
     with ledger.check("loading"), shared_folder(s) as folder:
         reference = s.build()
-        native, model = (_pretrained if hasattr(reference, "from_pretrained") else _plain)(s, reference, Path(folder))
+        way = _pretrained if hasattr(reference, "from_pretrained") else _plain
+        try:
+            native, read = way(s, reference, Path(folder))
+        except ValueError as error:  # a part of it cannot compute attention as the rest does, and is asked to
+            ledger.closed(f"the unsharded model cannot be read: {error}")
+            return
+        model = read()
         _same(ledger, native, model)
         inputs = s.inputs(native)
         for (name, mine), (_, theirs) in zip(flat(native(**inputs)), flat(model(**inputs)), strict=True):
@@ -39,8 +46,8 @@ def initialisation(s: Subject, ledger: Ledger) -> None:
         _initialised(s, ledger, s.build())
 
 
-def _pretrained(s: Subject, reference: Any, folder: Path) -> tuple[Any, Any]:
-    """Return the model that the native ``from_pretrained`` loads, and the sharded one."""
+def _pretrained(s: Subject, reference: Any, folder: Path) -> tuple[Any, Callable[[], Any]]:
+    """Return the model that the native ``from_pretrained`` loads, and what loads the sharded one."""
     if s.rank == 0:
         reference.save_pretrained(folder, max_shard_size=30_000)
         _add_strangers(folder)
@@ -50,8 +57,8 @@ def _pretrained(s: Subject, reference: Any, folder: Path) -> tuple[Any, Any]:
     if experts := getattr(reference.config, "_experts_implementation", None):
         options["experts_implementation"] = experts
     native = type(reference).from_pretrained(folder, **options).to(s.device)
-    policy = s.policy(native)
-    return native, shardcore.from_pretrained(type(reference), folder, policy=policy, tp=s.tp, **s.fields, **options)
+    fields = {"policy": s.policy(native), "tp": s.tp, **s.fields, **options}
+    return native, functools.partial(shardcore.from_pretrained, type(reference), folder, **fields)
 
 
 def _add_strangers(folder: Path) -> None:
@@ -62,14 +69,15 @@ def _add_strangers(folder: Path) -> None:
         save_file(others, folder / name, metadata={"format": "pt"})
 
 
-def _plain(s: Subject, reference: Any, folder: Path) -> tuple[Any, Any]:
-    """Return the model whose tensors are in a file, and the sharded one that was built without values."""
+def _plain(s: Subject, reference: Any, folder: Path) -> tuple[Any, Callable[[], Any]]:
+    """Return the model whose tensors are in a file, and what shards one that was built without values."""
     file = folder / "model.safetensors"
     if s.rank == 0:
         save_file({name: tensor.clone() for name, tensor in reference.state_dict().items()}, file)
     s.gathered(None)
     empty = shardcore.on_meta(s.build)
-    return reference, shardcore.shard(empty, policy=s.policy(empty), weights=file, tp=s.tp, **s.fields)
+    fields = {"policy": s.policy(empty), "weights": file, "tp": s.tp, **s.fields}
+    return reference, functools.partial(shardcore.shard, empty, **fields)
 
 
 def _same(ledger: Ledger, native: nn.Module, model: nn.Module) -> None:
@@ -104,7 +112,7 @@ def _initialised(s: Subject, ledger: Ledger, reference: Any) -> None:
                 abs(spread - right) <= 0.25 * right, f"{name} is spread by {spread:.3g}, natively by {right:.3g}"
             )
         else:
-            same = bool((wanted == wanted.flatten()[0]).all())
+            same = wanted.numel() > 1 and bool((wanted == wanted.flatten()[0]).all())
             ledger.true(
                 not same or torch.equal(wanted, got), f"{name} is natively {float(wanted.flatten()[0]):g} throughout"
             )
