@@ -43,7 +43,8 @@ def llama(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "max_position_embeddings": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=512, **sizes, **heads, bos_token_id=0, eos_token_id=0)
+    # Wider than the default, which is for wide models: adapters of a model that says nothing learn nothing.
+    config = LlamaConfig(vocab_size=512, **sizes, **heads, bos_token_id=0, eos_token_id=0, initializer_range=0.1)
     LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "texts.txt").write_text("\n".join(paragraphs), encoding="utf-8")
 
