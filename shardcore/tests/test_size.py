@@ -37,7 +37,7 @@ KITS = {
     "shardcore_debug": 100,
     "shardcore_loop": 1260,
     "shardcore_planner": 4600,
-    "shardcore_testing": 5570,
+    "shardcore_testing": 5575,
     "shardcore_scaffold": 5225,
 }
 #: All of the core, and of its rooms those that define the hooks; decided in docs/adr/0037-what-is-around-the-core.md.

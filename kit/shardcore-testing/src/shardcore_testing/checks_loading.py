@@ -27,14 +27,14 @@ def loading(s: Subject, ledger: Ledger) -> None:
     """Files are read as the library of the model reads them, bit for bit, and only those that are of the checkpoint."""
     with ledger.check("loading"), shared_folder(s) as folder:
         reference = s.build()
-        way = _pretrained if hasattr(reference, "from_pretrained") else _plain
         try:
-            native, read = way(s, reference, Path(folder))
+            native, read = (_pretrained if hasattr(reference, "from_pretrained") else _plain)(
+                s, reference, Path(folder)
+            )
         except ValueError as error:  # a part of it cannot compute attention as the rest does, and is asked to
             ledger.closed(f"the unsharded model cannot be read: {error}")
             return
-        model = read()
-        _same(ledger, native, model)
+        _same(ledger, native, model := read())
         inputs = s.inputs(native)
         for (name, mine), (_, theirs) in zip(flat(native(**inputs)), flat(model(**inputs)), strict=True):
             ledger.close(name, mine, theirs)
@@ -76,8 +76,8 @@ def _plain(s: Subject, reference: Any, folder: Path) -> tuple[Any, Callable[[], 
         save_file({name: tensor.clone() for name, tensor in reference.state_dict().items()}, file)
     s.gathered(None)
     empty = shardcore.on_meta(s.build)
-    fields = {"policy": s.policy(empty), "weights": file, "tp": s.tp, **s.fields}
-    return reference, functools.partial(shardcore.shard, empty, **fields)
+    given = {"policy": s.policy(empty), "weights": file, "tp": s.tp, **s.fields}
+    return reference, functools.partial(shardcore.shard, empty, **given)
 
 
 def _same(ledger: Ledger, native: nn.Module, model: nn.Module) -> None:

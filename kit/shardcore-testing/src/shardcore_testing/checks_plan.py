@@ -110,9 +110,8 @@ def whole_linears(made: ShardPlan, model: nn.Module, layers: str, tp: int) -> It
     layouts = {name: p.layout for p in made.parameters for name in (p.name, *p.aliases)}
     blocks = tuple(f"{name}." for name in (layers, *(made.stages.lists if made.stages else ())) if name)
     for name, linear in model.named_modules():
-        if not name.startswith(blocks) or layouts.get(f"{name}.weight") != ReplicatedLayout():
-            continue
-        if isinstance(linear, nn.Embedding) or linear.weight.ndim != 2:
+        replicated = name.startswith(blocks) and layouts.get(f"{name}.weight") == ReplicatedLayout()
+        if not replicated or isinstance(linear, nn.Embedding) or linear.weight.ndim != 2:
             continue
         if all(len(torch.arange(size).chunk(tp)) == tp for size in linear.weight.shape):
             yield name

@@ -150,9 +150,9 @@ def _environment(rank: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name in ours:
             del os.environ[name]
-            os.environ.update({} if value is None else {name: value})
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def _serve(rank: int, connection: Connection, stacks: str, device: str, ranks: int) -> None:
