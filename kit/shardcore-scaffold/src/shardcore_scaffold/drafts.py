@@ -71,7 +71,7 @@ def _of_transformers(source: str) -> Example:
         small.inputs,
         small.settings,
         unseen=unseen(empty, small.model),
-        text=_is_text(small.model),
+        text=_is_text(small.model, small.inputs),
         live=_draws(build, small.inputs),
         std=std,
         tolerance=tolerance,
@@ -141,12 +141,15 @@ def _draws(build: Callable[..., nn.Module], inputs: Mapping[str, Any]) -> bool:
         return not torch.equal(before, torch.get_rng_state())
 
 
-def _is_text(model: nn.Module) -> bool:
-    """Tell whether a model can be called with what `text_batch` makes for it, with a loss that can be compared."""
+def _is_text(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Tell whether a model takes what `text_batch` makes for it, and has a loss of it if it has one of ``inputs``."""
     try:
         with torch.no_grad():
-            out = model(**text_batch(model, 0))
+            losses = [_loss(model(**batch)) for batch in (inputs, text_batch(model, 0))]
     except Exception:
         return False
-    loss = out.get("loss") if isinstance(out, Mapping) else None
-    return loss is None or bool(torch.isfinite(loss).all())
+    return (losses[0] is None) == (losses[1] is None) and (losses[1] is None or bool(torch.isfinite(losses[1]).all()))
+
+
+def _loss(out: Any) -> Any:
+    return out.get("loss") if isinstance(out, Mapping) else None
