@@ -12,6 +12,7 @@ import pytest
 from shardcore_scaffold import Example, proof, write_pack
 from shardcore_scaffold.draft import Draft
 from shardcore_scaffold.facts import Facts
+from shardcore_testing.cases import Case
 
 #: In `Drawing` all heads add one table, of which each rank would drop other entries.
 MODELS = """
@@ -114,6 +115,22 @@ def test_what_fails_however_little_is_split_is_named_and_costs_nothing(example: 
     settled = _settled(example, monkeypatch, kit)
     assert settled.draft.split == kit.seen[0].split
     assert settled.failed == {"dropout": "ranks draw apart"}
+
+
+def test_no_two_drafts_of_a_process_have_one_name(monkeypatch) -> None:
+    names: list[str] = []
+
+    def made(folder: Path, name: str, draft: Draft) -> tuple[Case, str]:
+        names.append(name)
+        return Case(name="one", build=dict, inputs=dict), ""
+
+    monkeypatch.setattr(proof, "examine", lambda *args, **options: [])
+    for _ in range(2):
+        with proof._kit(made, ("training",)) as kit:
+            kit.failures(Draft())
+            kit.failures(Draft())
+    assert len(set(names)) == 4
+    assert all(name.replace("-", "_").isidentifier() for name in names)
 
 
 @pytest.mark.nightly

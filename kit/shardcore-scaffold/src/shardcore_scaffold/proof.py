@@ -167,7 +167,8 @@ class _Kit:
     def failures(self, draft: Draft, sections: Collection[str] = ()) -> Failures:
         """Return what fails, of some sections or of all."""
         self._drafts += 1
-        case, plugin = self._made(self._folder, f"drafted-{self._drafts}", draft)
+        # The folder's name is of this trial alone: modules and registries of an earlier one stay in the process.
+        case, plugin = self._made(self._folder, f"{self._folder.name}-{self._drafts}", draft)
         jobs = [job for job in self._jobs(case, plugin) if not sections or job.section in sections]
         failed: Failures = {}
         self.error = 0.0
